@@ -16,6 +16,8 @@ from mooncake_hetero_tp.errors import NativeError
 LIBRARY_PATH: Final = Path(__file__).with_name("libmht_kernels.so")
 ABI_VERSION: Final = 1
 """MHT_ABI_VERSION of the header that `SIGNATURES` describes."""
+Int32 = ctypes.c_int32
+"""For a function that writes an int32_t: pass one, read its `value`."""
 
 
 class Signature(NamedTuple):
@@ -26,10 +28,10 @@ class Signature(NamedTuple):
 
 
 SIGNATURES: Final[dict[str, Signature]] = {
-    "mht_abi_version": Signature(ctypes.c_int32, ()),
-    "mht_cuda_version": Signature(ctypes.c_int32, ()),
-    "mht_cuda_device_count": Signature(ctypes.c_int32, (ctypes.POINTER(ctypes.c_int32),)),
-    "mht_status_text": Signature(ctypes.c_char_p, (ctypes.c_int32,)),
+    "mht_abi_version": Signature(Int32, ()),
+    "mht_cuda_version": Signature(Int32, ()),
+    "mht_cuda_device_count": Signature(Int32, (ctypes.POINTER(Int32),)),
+    "mht_status_text": Signature(ctypes.c_char_p, (Int32,)),
 }
 
 
@@ -80,8 +82,9 @@ def _check_abi(library: ctypes.CDLL, path: Path) -> None:
 
 def _symbol(library: ctypes.CDLL, path: Path, name: str) -> ctypes._NamedFuncPointer:
     try:
-        return getattr(library, name)  # not library[name], which makes a new function, without signature, every time
+        # Not library[name]: that makes a new function, without signature, every time.
+        function: ctypes._NamedFuncPointer = getattr(library, name)
     except AttributeError as error:
-        raise NativeError(
-            f"{path} lacks {name}: it is another library or an old build, reinstall the package"
-        ) from error
+        message = f"{path} lacks {name}: it is another library or an old build, reinstall the package"
+        raise NativeError(message) from error
+    return function

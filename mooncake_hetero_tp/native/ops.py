@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from mooncake_hetero_tp.errors import NativeError
 from mooncake_hetero_tp.native import _library
 
@@ -24,8 +22,8 @@ def cuda_device_count() -> int:
     Raises:
         NativeError: the build has no CUDA part, or CUDA reports an error (35: no driver, or one that is too old).
     """
-    count = ctypes.c_int32()
-    check(_library.load().mht_cuda_device_count(ctypes.byref(count)), "mht_cuda_device_count")
+    count = _library.Int32()
+    check(_library.load().mht_cuda_device_count(count), "mht_cuda_device_count")
     return count.value
 
 
