@@ -1,6 +1,6 @@
 """Versioned, bounded wire messages between a producer rank and consumer ranks (msgpack over ZMQ).
 
-D -> P: Hello, Pull, Claim, Renew, Cancel, Release.   P -> D: Welcome, Refuse, Ready, Gone, Grant, ReleaseAck.
+D -> P: Hello, Pull, Claim, Renew, Cancel, Release.   P -> D: Welcome, Refuse, Waiting, Ready, Gone, Grant, ReleaseAck.
 
 After the handshake a message names its session and pull by number, so that all control traffic of
 one (consumer rank, producer rank, request) stays under 256 bytes plus 4 bytes a producer block.
@@ -9,6 +9,7 @@ one (consumer rank, producer rank, request) stays under 256 bytes plus 4 bytes a
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -50,7 +51,7 @@ class GoneReason(IntEnum):
     """The producer is shutting down."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
+class Hello(msgspec.Struct, frozen=True, tag=1, array_like=True):
     """Opens (or re-opens) a session; idempotent for the same identity and `attempt`."""
 
     min_version: int
@@ -63,7 +64,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
     table: RankTable
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
+class Welcome(msgspec.Struct, frozen=True, tag=1, array_like=True):
     """The producer rank's table and the session to use."""
 
     version: int
@@ -76,7 +77,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
     table: RankTable
 
 
-class Refuse(msgspec.Struct, frozen=True, tag="refuse", array_like=True):
+class Refuse(msgspec.Struct, frozen=True, tag=2, array_like=True):
     """All reasons at once why this pair cannot exchange KV."""
 
     identity: Identity
@@ -84,7 +85,7 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse", array_like=True):
     mismatches: tuple[Mismatch, ...]
 
 
-class Pull(msgspec.Struct, frozen=True, tag="pull", array_like=True):
+class Pull(msgspec.Struct, frozen=True, tag=2, array_like=True):
     """Asks for token ranges (one per KV cache group); may come before the producer knows the transfer."""
 
     session: SessionId
@@ -94,14 +95,14 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", array_like=True):
     ranges: tuple[TokenRange, ...]
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
+class Ready(msgspec.Struct, frozen=True, tag=3, array_like=True):
     """The blocks are computed and kept; a Claim will be granted."""
 
     session: SessionId
     pull: PullId
 
 
-class Gone(msgspec.Struct, frozen=True, tag="gone", array_like=True):
+class Gone(msgspec.Struct, frozen=True, tag=4, array_like=True):
     """The pull cannot be served, and why."""
 
     session: SessionId
@@ -109,7 +110,7 @@ class Gone(msgspec.Struct, frozen=True, tag="gone", array_like=True):
     reason: GoneReason
 
 
-class Claim(msgspec.Struct, frozen=True, tag="claim", array_like=True):
+class Claim(msgspec.Struct, frozen=True, tag=3, array_like=True):
     """Starts the lease; its clock starts when the consumer sends it."""
 
     session: SessionId
@@ -117,7 +118,7 @@ class Claim(msgspec.Struct, frozen=True, tag="claim", array_like=True):
     nonce: Nonce
 
 
-class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
+class Renew(msgspec.Struct, frozen=True, tag=4, array_like=True):
     """Extends a granted lease; answered by a Grant without blocks."""
 
     session: SessionId
@@ -125,7 +126,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
     nonce: Nonce
 
 
-class Grant(msgspec.Struct, frozen=True, tag="grant", array_like=True):
+class Grant(msgspec.Struct, frozen=True, tag=5, array_like=True):
     """A lease: the producer keeps these blocks for `lease_s` from receipt of the Claim with `nonce`.
 
     `blocks` holds one little-endian int32 array per group (position i = page i of the request, null
@@ -140,22 +141,55 @@ class Grant(msgspec.Struct, frozen=True, tag="grant", array_like=True):
     blocks: tuple[bytes, ...]
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
+class Cancel(msgspec.Struct, frozen=True, tag=5, array_like=True):
     """The consumer gave this pull up (done or failed): its waiting place or lease may be dropped."""
 
     session: SessionId
     pull: PullId
 
 
-class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
-    """From the consumer's scheduler: nobody there will read this transfer again. Idempotent."""
+class Waiting(msgspec.Struct, frozen=True, tag=6, array_like=True):
+    """The pull is known and waits for its transfer; Ready or Gone follows."""
 
-    engine_id: EngineId
+    session: SessionId
+    pull: PullId
+
+
+class Release(msgspec.Struct, frozen=True, tag=6, array_like=True):
+    """From a consumer engine's scheduler: nobody *there* will count a read of this transfer again.
+
+    `number` is drawn per release, so that a late duplicate is told from a new release; `consumer_tag`
+    is `engine_tag` of the consumer's engine id, so that it ends only that engine's leases.
+    """
+
+    number: int
+    consumer_tag: int
     transfer_id: TransferId
 
 
-class ReleaseAck(msgspec.Struct, frozen=True, tag="release_ack", array_like=True):
-    """The producer rank has dropped, or will drop on arrival, what it keeps for the transfer."""
+class ReleaseAck(msgspec.Struct, frozen=True, tag=7, array_like=True):
+    """The producer rank has applied the Release with this number."""
 
-    transfer_id: TransferId
-    identity: Identity
+    number: int
+
+
+ConsumerMessage: TypeAlias = Hello | Pull | Claim | Renew | Cancel | Release
+ProducerMessage: TypeAlias = Welcome | Refuse | Waiting | Ready | Gone | Grant | ReleaseAck
+
+PROTOCOL_VERSION: Final = 1
+"""First byte of every frame."""
+
+
+def encode(message: ConsumerMessage | ProducerMessage) -> bytes:
+    """One frame: the version byte and the msgpack of the message."""
+    raise NotImplementedError
+
+
+def decode_from_consumer(frame: bytes) -> ConsumerMessage:
+    """Decode and check what a producer received. Raises PeerProtocolError."""
+    raise NotImplementedError
+
+
+def decode_from_producer(frame: bytes) -> ProducerMessage:
+    """Decode and check what a consumer or releaser received. Raises PeerProtocolError."""
+    raise NotImplementedError
