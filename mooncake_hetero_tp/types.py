@@ -45,7 +45,7 @@ class Identity(msgspec.Struct, frozen=True):
         return f"{self.engine_id}[{self.incarnation}] {self.rank}"
 
 
-class TokenRange(msgspec.Struct, frozen=True, order=True):
+class TokenRange(msgspec.Struct, frozen=True, order=True, array_like=True):
     """Tokens `[start, end)` of a request, counted from its first prompt token."""
 
     start: int

@@ -1,17 +1,21 @@
-"""Versioned, bounded wire messages between a producer rank and consumer ranks (msgpack over ZMQ).
+"""Versioned, bounded wire messages between a producer rank and consumers (msgpack over ZMQ).
 
 D -> P: Hello, Pull, Claim, Renew, Cancel, Release.   P -> D: Welcome, Refuse, Waiting, Ready, Gone, Grant, ReleaseAck.
 
-After the handshake a message names its session and pull by number, so that all control traffic of
-one (consumer rank, producer rank, request) stays under 256 bytes plus 4 bytes a producer block.
+After the handshake a message names its session and pull by number, and types by one byte, so that all
+control traffic of one (consumer rank, producer rank, request) without renewals, the scheduler's Release
+and its answer included, stays under 256 bytes plus 8 bytes a producer block.
+
+`core/codec.py` turns messages into frames and back; `Bounds` here are what it holds a peer to.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from mooncake_hetero_tp.core.regions import RankTable
 from mooncake_hetero_tp.types import (
@@ -27,6 +31,30 @@ from mooncake_hetero_tp.types import (
     TransferId,
 )
 
+PROTOCOL_VERSION: Final = 1
+"""First byte of every frame. Hello, Welcome and Refuse keep version 1 forever, so that sides of
+unlike versions can tell each other so; what follows uses the version that Welcome names."""
+
+PROBE: Final = "probe"
+"""Feature of a Hello that asks who is there and wants no session (`mooncake-hetero-tp handshake probe`)."""
+
+MAX_NAME: Final = 512
+MAX_GROUPS: Final = 256
+MAX_TEXT: Final = 65_536
+MAX_MISMATCHES: Final = 65_536
+MAX_LEASE_S: Final = 86_400.0
+MAX_NUMBER: Final = 2**63 - 1
+
+Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+_Session = Annotated[SessionId, Meta(ge=0, le=MAX_NUMBER)]
+_Pull = Annotated[PullId, Meta(ge=0, le=MAX_NUMBER)]
+_Nonce = Annotated[Nonce, Meta(ge=0, le=MAX_NUMBER)]
+_Transfer = Annotated[TransferId, Meta(min_length=1, max_length=MAX_NAME)]
+_Request = Annotated[RequestId, Meta(min_length=1, max_length=MAX_NAME)]
+_Engine = Annotated[EngineId, Meta(max_length=MAX_NAME)]
+_Features = Annotated[tuple[Annotated[str, Meta(max_length=MAX_NAME)], ...], Meta(max_length=64)]
+_LeaseS = Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
+
 
 class GoneReason(IntEnum):
     """Why a producer will not serve a pull."""
@@ -38,42 +66,45 @@ class GoneReason(IntEnum):
     RELEASED = 3
     """A Release for this transfer arrived before this pull."""
     UNKNOWN_SESSION = 4
-    """The session belongs to another incarnation; handshake again."""
+    """The session belongs to another incarnation or was dropped; handshake again."""
     BEYOND_COMPUTED = 5
     """The range ends past the producer's computed tokens."""
     NULL_PAGE = 6
     """The range covers a page the producer has already dropped (null block)."""
     OVERLOADED = 7
-    """A table of the producer is full."""
+    """A table of the producer is full; asking again later may succeed."""
     NEVER_CAME = 8
     """The producer never learnt of this transfer id within the waiting time."""
     CLOSING = 9
     """The producer is shutting down."""
+    BAD_RANGES = 10
+    """The Pull does not name one range per KV cache group of the producer, or reuses a pull number."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=1, array_like=True):
-    """Opens (or re-opens) a session; idempotent for the same identity and `attempt`."""
+    """Opens (or re-opens) a session; idempotent for the same identity."""
 
-    min_version: int
-    max_version: int
-    features: tuple[str, ...]
+    min_version: Number
+    max_version: Number
+    features: _Features
     identity: Identity
-    expected_engine: EngineId
+    expected_engine: _Engine
     expected_incarnation: Incarnation | None
-    attempt: int
+    attempt: Number
+    """Counted by the consumer; the answer repeats it."""
     table: RankTable
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=1, array_like=True):
     """The producer rank's table and the session to use."""
 
-    version: int
-    features: tuple[str, ...]
+    version: Number
+    features: _Features
     identity: Identity
-    attempt: int
-    session: SessionId
-    transport_session: str
-    lease_s: float
+    attempt: Number
+    session: _Session
+    transport_session: Annotated[str, Meta(max_length=MAX_NAME)]
+    lease_s: _LeaseS
     table: RankTable
 
 
@@ -81,78 +112,82 @@ class Refuse(msgspec.Struct, frozen=True, tag=2, array_like=True):
     """All reasons at once why this pair cannot exchange KV."""
 
     identity: Identity
-    attempt: int
-    mismatches: tuple[Mismatch, ...]
+    attempt: Number
+    mismatches: Annotated[tuple[Mismatch, ...], Meta(max_length=MAX_MISMATCHES)]
 
 
 class Pull(msgspec.Struct, frozen=True, tag=2, array_like=True):
-    """Asks for token ranges (one per KV cache group); may come before the producer knows the transfer."""
+    """Asks for token ranges, one per KV cache group *of the producer*; may come before it knows the transfer.
 
-    session: SessionId
-    pull: PullId
-    transfer_id: TransferId
-    request_id: RequestId
-    ranges: tuple[TokenRange, ...]
-
-
-class Ready(msgspec.Struct, frozen=True, tag=3, array_like=True):
-    """The blocks are computed and kept; a Claim will be granted."""
-
-    session: SessionId
-    pull: PullId
-
-
-class Gone(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """The pull cannot be served, and why."""
-
-    session: SessionId
-    pull: PullId
-    reason: GoneReason
-
-
-class Claim(msgspec.Struct, frozen=True, tag=3, array_like=True):
-    """Starts the lease; its clock starts when the consumer sends it."""
-
-    session: SessionId
-    pull: PullId
-    nonce: Nonce
-
-
-class Renew(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """Extends a granted lease; answered by a Grant without blocks."""
-
-    session: SessionId
-    pull: PullId
-    nonce: Nonce
-
-
-class Grant(msgspec.Struct, frozen=True, tag=5, array_like=True):
-    """A lease: the producer keeps these blocks for `lease_s` from receipt of the Claim with `nonce`.
-
-    `blocks` holds one little-endian int32 array per group (position i = page i of the request, null
-    pages included); empty on a renewal.
+    Repeated as a heartbeat while it waits. `pull` is drawn at random and never used again, so that
+    (session, pull) names it beyond the life of either process.
     """
 
-    session: SessionId
-    pull: PullId
-    nonce: Nonce
-    lease_s: float
-    computed_tokens: int
-    blocks: tuple[bytes, ...]
-
-
-class Cancel(msgspec.Struct, frozen=True, tag=5, array_like=True):
-    """The consumer gave this pull up (done or failed): its waiting place or lease may be dropped."""
-
-    session: SessionId
-    pull: PullId
+    session: _Session
+    pull: _Pull
+    transfer_id: _Transfer
+    request_id: _Request
+    ranges: Annotated[tuple[TokenRange, ...], Meta(max_length=MAX_GROUPS)]
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=6, array_like=True):
     """The pull is known and waits for its transfer; Ready or Gone follows."""
 
-    session: SessionId
-    pull: PullId
+    session: _Session
+    pull: _Pull
+
+
+class Ready(msgspec.Struct, frozen=True, tag=3, array_like=True):
+    """The blocks are computed and kept; a Claim will be granted."""
+
+    session: _Session
+    pull: _Pull
+
+
+class Gone(msgspec.Struct, frozen=True, tag=4, array_like=True):
+    """The pull cannot be served, and why."""
+
+    session: _Session
+    pull: _Pull
+    reason: GoneReason
+
+
+class Claim(msgspec.Struct, frozen=True, tag=3, array_like=True):
+    """Starts the lease; the consumer's clock for it starts when it sends this."""
+
+    session: _Session
+    pull: _Pull
+    nonce: _Nonce
+
+
+class Renew(msgspec.Struct, frozen=True, tag=4, array_like=True):
+    """Extends a granted lease; answered by a Grant without blocks."""
+
+    session: _Session
+    pull: _Pull
+    nonce: _Nonce
+
+
+class Grant(msgspec.Struct, frozen=True, tag=5, array_like=True):
+    """A lease: the producer keeps the blocks for `lease_s` from receipt of the Claim with `nonce`.
+
+    `blocks` holds one little-endian int32 array per group of the producer (position i = page i of the
+    request, null pages included); empty on a renewal.
+    """
+
+    session: _Session
+    pull: _Pull
+    nonce: _Nonce
+    lease_s: _LeaseS
+    computed_tokens: Number
+    blocks: Annotated[tuple[bytes, ...], Meta(max_length=MAX_GROUPS)]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=5, array_like=True):
+    """The consumer will not count any read of this pull from now on: its waiting place or lease may go."""
+
+    session: _Session
+    pull: _Pull
 
 
 class Release(msgspec.Struct, frozen=True, tag=6, array_like=True):
@@ -162,34 +197,16 @@ class Release(msgspec.Struct, frozen=True, tag=6, array_like=True):
     is `engine_tag` of the consumer's engine id, so that it ends only that engine's leases.
     """
 
-    number: int
-    consumer_tag: int
-    transfer_id: TransferId
+    number: Number
+    consumer_tag: Number
+    transfer_id: _Transfer
 
 
 class ReleaseAck(msgspec.Struct, frozen=True, tag=7, array_like=True):
     """The producer rank has applied the Release with this number."""
 
-    number: int
+    number: Number
 
 
 ConsumerMessage: TypeAlias = Hello | Pull | Claim | Renew | Cancel | Release
 ProducerMessage: TypeAlias = Welcome | Refuse | Waiting | Ready | Gone | Grant | ReleaseAck
-
-PROTOCOL_VERSION: Final = 1
-"""First byte of every frame."""
-
-
-def encode(message: ConsumerMessage | ProducerMessage) -> bytes:
-    """One frame: the version byte and the msgpack of the message."""
-    raise NotImplementedError
-
-
-def decode_from_consumer(frame: bytes) -> ConsumerMessage:
-    """Decode and check what a producer received. Raises PeerProtocolError."""
-    raise NotImplementedError
-
-
-def decode_from_producer(frame: bytes) -> ProducerMessage:
-    """Decode and check what a consumer or releaser received. Raises PeerProtocolError."""
-    raise NotImplementedError
