@@ -1,0 +1,283 @@
+"""Pairs of regions and the copies between their pages, for one (consumer rank, producer rank).
+
+Pairs of equal geometry (the same layer shape over and over) form one `CopyClass` that differs only
+in base addresses, so that binding broadcasts over layers. Within a class the copies of one run of
+`count` tokens form a template; it is made once per count and checked against the regions' own
+elements when it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from mooncake_hetero_tp.core.copies import (
+    ByteMap,
+    Int64,
+    Loop,
+    StridedCopy,
+    canonical,
+    concatenate,
+    expand,
+    outer_sum,
+    strided_copy,
+)
+from mooncake_hetero_tp.core.regions import Buffer, Group, RankTable, Region, UnitCut
+from mooncake_hetero_tp.errors import PlanError
+from mooncake_hetero_tp.types import TokenRange
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPair:
+    """One layer component on both sides, and the global units to copy."""
+
+    consumer: Region
+    producer: Region
+    cuts: tuple[UnitCut, ...]
+
+    @property
+    def whole_pages(self) -> bool:
+        """Whether only whole kernel pages may move (opaque encodings)."""
+        return self.consumer.is_opaque or self.producer.is_opaque
+
+    @property
+    def units(self) -> int:
+        return sum(cut.count for cut in self.cuts)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token (or state row) in all cut units."""
+        return self.units * self.consumer.channel.count * self.consumer.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One unit cut of one component, relative to its member's bases (page 0, token 0)."""
+
+    src_offset: int
+    dst_offset: int
+    units: Loop
+    channels: Loop
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What all members of a class have in common on one side."""
+
+    group: Group
+    block_stride: int
+    token_stride: int
+    page_tokens: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What makes pairs members of one class: everything but base addresses."""
+
+    src: Side
+    dst: Side
+    whole_pages: bool
+    parts: tuple[Part, ...]
+
+    @property
+    def is_state(self) -> bool:
+        """Whether one slot maps to one slot."""
+        return self.dst.group.is_state
+
+
+@dataclass(frozen=True, eq=False)
+class CopyClass:
+    """Members (one layer each, one pair per component) of equal geometry, in order of `dst_bases`."""
+
+    geometry: Geometry
+    members: tuple[tuple[RegionPair, ...], ...]
+    src_bases: Int64
+    dst_bases: Int64
+    _templates: dict[int, tuple[StridedCopy, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token (or state row) of one member."""
+        return sum(pair.token_bytes for pair in self.members[0])
+
+    def template(self, count: int) -> tuple[StridedCopy, ...]:
+        """Copies of a run of `count` tokens (state rows) of one member, from both runs' first token.
+
+        Raises:
+            PlanError: the copies are not exactly the elements of the regions.
+        """
+        known = self._templates.get(count)
+        if known is None:
+            known = concatenate(self._copies(count))
+            if not expand(known).same_as(self._elements(count)):
+                names = ", ".join(pair.consumer.name for pair in self.members[0])
+                raise PlanError(
+                    f"{names}: the copies of a run of {count} tokens are not exactly its elements; "
+                    f"nothing was written; please report this with both region tables"
+                )
+            self._templates[count] = known
+        return known
+
+    def _copies(self, count: int) -> Iterable[StridedCopy]:
+        tokens = Loop(count, self.geometry.src.token_stride, self.geometry.dst.token_stride)
+        for part in self.geometry.parts:
+            loops = (part.units, tokens, part.channels)
+            yield strided_copy(part.src_offset, part.dst_offset, loops, part.item_bytes)
+
+    def _elements(self, count: int) -> ByteMap:
+        """The same from the first member's regions, element by element: what the template must equal."""
+        maps = [pair_elements(pair, cut, range(count), range(count)) for pair in self.members[0] for cut in pair.cuts]
+        src = np.concatenate([part.src for part in maps]) - int(self.src_bases[0])
+        dst = np.concatenate([part.dst for part in maps]) - int(self.dst_bases[0])
+        return canonical(src, dst, np.concatenate([part.length for part in maps]))
+
+
+def pair_elements(pair: RegionPair, cut: UnitCut, src_tokens: range, dst_tokens: range) -> ByteMap:
+    """Absolute addresses in page 0 of each element of one unit cut (not canonical).
+
+    Channels that are contiguous on both sides count as one element.
+    """
+    source, target = pair.producer, pair.consumer
+    channels, item = target.channel.count, target.item_bytes
+    if source.channel.stride == target.channel.stride == item:
+        channels, item = 1, item * channels
+    steps = np.arange(channels, dtype=np.int64)
+    units = np.arange(cut.count, dtype=np.int64)
+    src = outer_sum(
+        [
+            source.base + (cut.producer_local + units) * source.unit.stride,
+            np.array(src_tokens, np.int64) * source.token.stride,
+            steps * source.channel.stride,
+        ]
+    )
+    dst = outer_sum(
+        [
+            target.base + (cut.consumer_local + units) * target.unit.stride,
+            np.array(dst_tokens, np.int64) * target.token.stride,
+            steps * target.channel.stride,
+        ]
+    )
+    return ByteMap(src, dst, np.full(src.size, item, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class PairPlan:
+    """All that one consumer rank reads from one producer rank; bound to blocks per request."""
+
+    consumer: RankTable
+    producer: RankTable
+    pairs: tuple[RegionPair, ...]
+    classes: tuple[CopyClass, ...]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Layers read from this producer rank, in the consumer's order."""
+        return tuple(dict.fromkeys(pair.consumer.layer for pair in self.pairs))
+
+    @cached_property
+    def dst_seams(self) -> Int64:
+        """Addresses where two of the consumer's buffers touch."""
+        return seams(self.consumer.buffers)
+
+    @cached_property
+    def src_seams(self) -> Int64:
+        """Addresses where two of the producer's buffers touch."""
+        return seams(self.producer.buffers)
+
+    def bytes_per_token(self, group: int) -> int:
+        """Bytes read for one token of the consumer's `group`; 0 for a state group."""
+        if self.consumer.groups[group].is_state:
+            return 0
+        return sum(pair.token_bytes for pair in self.pairs if pair.consumer.group == group)
+
+    def bytes_per_slot(self, group: int) -> int:
+        """Bytes read for one slot of the consumer's `group`; 0 for a token group."""
+        if not self.consumer.groups[group].is_state:
+            return 0
+        chosen = [pair for pair in self.pairs if pair.consumer.group == group]
+        return sum(pair.token_bytes * pair.consumer.token.count for pair in chosen)
+
+    def only(self, layers: Collection[str]) -> PairPlan:
+        """The same plan for some of its layers."""
+        chosen = [pair for pair in self.pairs if pair.consumer.layer in layers]
+        return make_pair_plan(self.consumer, self.producer, chosen)
+
+    def producer_ranges(self, ranges: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
+        """The consumer's ranges (one per its group) in the order of the producer's groups.
+
+        Groups that this plan does not read get the empty range; a producer group that several
+        consumer groups read gets the hull of theirs.
+        """
+        wanted: dict[int, TokenRange] = {}
+        for consumer, producer in {(pair.consumer.group, pair.producer.group) for pair in self.pairs}:
+            if (tokens := ranges[consumer]).count:
+                held = wanted.get(producer, tokens)
+                wanted[producer] = TokenRange(min(held.start, tokens.start), max(held.end, tokens.end))
+        return tuple(wanted.get(group.index, TokenRange(0, 0)) for group in self.producer.groups)
+
+
+def make_pair_plan(consumer: RankTable, producer: RankTable, pairs: Iterable[RegionPair]) -> PairPlan:
+    """Sorts pairs into classes; a layer's pairs that move in step (packed K|V) become one member."""
+    pairs = tuple(pairs)
+    bundles: dict[tuple[str, Side, Side], list[RegionPair]] = {}
+    for pair in pairs:
+        key = (pair.consumer.layer, _side(pair.producer, producer), _side(pair.consumer, consumer))
+        bundles.setdefault(key, []).append(pair)
+    alike: dict[Geometry, list[tuple[RegionPair, ...]]] = {}
+    for (_, src, dst), bundle in bundles.items():
+        alike.setdefault(_geometry(src, dst, bundle), []).append(tuple(bundle))
+    classes = tuple(_copy_class(geometry, members) for geometry, members in alike.items())
+    return PairPlan(consumer, producer, pairs, classes)
+
+
+def _side(region: Region, table: RankTable) -> Side:
+    return Side(
+        group=table.groups[region.group],
+        block_stride=region.block_stride,
+        token_stride=region.token.stride,
+        page_tokens=region.token.count,
+        num_blocks=region.num_blocks,
+    )
+
+
+def _geometry(src: Side, dst: Side, bundle: Sequence[RegionPair]) -> Geometry:
+    origin = bundle[0]
+    return Geometry(
+        src=src,
+        dst=dst,
+        whole_pages=any(pair.whole_pages for pair in bundle),
+        parts=tuple(_part(origin, pair, cut) for pair in bundle for cut in pair.cuts),
+    )
+
+
+def _part(origin: RegionPair, pair: RegionPair, cut: UnitCut) -> Part:
+    source, target = pair.producer, pair.consumer
+    return Part(
+        src_offset=source.base - origin.producer.base + cut.producer_local * source.unit.stride,
+        dst_offset=target.base - origin.consumer.base + cut.consumer_local * target.unit.stride,
+        units=Loop(cut.count, source.unit.stride, target.unit.stride),
+        channels=Loop(target.channel.count, source.channel.stride, target.channel.stride),
+        item_bytes=target.item_bytes,
+    )
+
+
+def _copy_class(geometry: Geometry, members: Iterable[tuple[RegionPair, ...]]) -> CopyClass:
+    ordered = tuple(sorted(members, key=lambda member: member[0].consumer.base))
+    return CopyClass(
+        geometry=geometry,
+        members=ordered,
+        src_bases=np.array([member[0].producer.base for member in ordered], np.int64),
+        dst_bases=np.array([member[0].consumer.base for member in ordered], np.int64),
+    )
+
+
+def seams(buffers: Iterable[Buffer]) -> Int64:
+    """Addresses at which one registered buffer ends and the next begins."""
+    buffers = tuple(buffers)
+    starts = {buffer.address for buffer in buffers}
+    return np.array(sorted(starts & {buffer.end for buffer in buffers}), np.int64)

@@ -1,0 +1,303 @@
+"""From two region tables to copies: which producer rank gives which units, and how pages map.
+
+The chain is `plan_pulls` (here: pairing by name, cover choice, refusals) -> `PairPlan`
+(`core/pairing.py`: classes and templates) -> `prove` (`core/proof.py`) -> `bind`
+(`core/binding.py`: blocks and addresses). Token cuts are in `core/runs.py`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from mooncake_hetero_tp.core.copies import Loop, StridedCopy
+from mooncake_hetero_tp.core.pairing import PairPlan, RegionPair, make_pair_plan
+from mooncake_hetero_tp.core.proof import prove
+from mooncake_hetero_tp.core.regions import RankTable, Region, Span, UnitCut, intersect, page_extent
+from mooncake_hetero_tp.core.runs import RunTable, cut_runs
+from mooncake_hetero_tp.errors import IncompatiblePeer, PeerProtocolError
+from mooncake_hetero_tp.types import Mismatch, Rank, Severity
+
+__all__ = [
+    "Loop",
+    "PairPlan",
+    "RegionPair",
+    "RunTable",
+    "StridedCopy",
+    "cut_runs",
+    "pair_mismatches",
+    "plan_pulls",
+    "prove",
+]
+
+Key = tuple[str, str]
+"""(layer, component): what the two sides are paired by, never by position."""
+Spans = tuple[Span, ...]
+Demand = tuple[Spans, tuple[tuple[Rank, Spans], ...]]
+"""Spans a consumer region wants and what each producer rank holds: equal for all like layers."""
+
+
+def plan_pulls(
+    consumer: RankTable,
+    producers: Mapping[Rank, RankTable],
+    *,
+    prefer: int = 0,
+    optional: Collection[str] = (),
+) -> dict[Rank, PairPlan]:
+    """What this consumer rank reads from each producer rank; ranks that are not needed are absent.
+
+    Every (layer, component, global unit) the consumer holds comes from exactly one rank. Few ranks
+    are chosen; among equal replicas `prefer` (say, the consumer's TP rank) spreads the load. Layers
+    only the producer has are skipped; layers only the consumer has are refused unless `optional`
+    names them.
+
+    Raises:
+        IncompatiblePeer: with every reason at once: something is not covered, types differ, or an
+            opaque encoding would have to be cut.
+        PeerProtocolError: a table names one (layer, component) twice.
+    """
+    wanted = {key: region for key, region in _by_key(consumer, "consumer").items() if key[0] not in optional}
+    held = {rank: _by_key(table, f"producer rank {rank}") for rank, table in sorted(producers.items())}
+    wanted |= _held_optional(consumer, held, optional)
+    refused = list(_unlike(consumer, producers, wanted, held))
+    cover, uncovered = _cover(wanted, held, prefer)
+    pairs = {
+        rank: [RegionPair(wanted[key], held[rank][key], cuts) for key, cuts in chosen.items()]
+        for rank, chosen in cover.items()
+    }
+    refused += uncovered
+    refused += [why for chosen in pairs.values() for pair in chosen for why in _opaque_cut(pair)]
+    if refused:
+        refuse(refused)
+    return {rank: make_pair_plan(consumer, producers[rank], pairs[rank]) for rank in sorted(pairs)}
+
+
+def refuse(mismatches: Sequence[Mismatch]) -> None:
+    """Raises IncompatiblePeer with all mismatches, like ones of several layers told once."""
+    told = collapse(mismatches)
+    lines = "\n".join(f"  - {mismatch}" for mismatch in told)
+    raise IncompatiblePeer(f"these two sides cannot exchange KV:\n{lines}", told)
+
+
+def collapse(mismatches: Iterable[Mismatch]) -> tuple[Mismatch, ...]:
+    """One mismatch for all layers that differ in the same way: the first layer's, with their number."""
+    alike: dict[tuple[str, str, str, str], list[Mismatch]] = defaultdict(list)
+    for mismatch in mismatches:
+        alike[(mismatch.field, mismatch.producer, mismatch.consumer, mismatch.effect)].append(mismatch)
+    return tuple(_told_once(same) for same in alike.values())
+
+
+def _told_once(same: Sequence[Mismatch]) -> Mismatch:
+    first = same[0]
+    layers = list(dict.fromkeys(mismatch.layer for mismatch in same))
+    if len(layers) == 1:
+        return first
+    return Mismatch(
+        field=first.field,
+        producer=first.producer,
+        consumer=first.consumer,
+        severity=first.severity,
+        effect=first.effect,
+        remedy=first.remedy,
+        layer=f"{first.layer} and {len(layers) - 1} more",
+    )
+
+
+def _by_key(table: RankTable, whose: str) -> dict[Key, Region]:
+    """Regions by (layer, component).
+
+    Raises:
+        PeerProtocolError: one named twice; pairing by position would then write the wrong layer
+            (vllm#56033).
+    """
+    found: dict[Key, Region] = {}
+    for region in table.regions:
+        key = (region.layer, region.component)
+        if key in found:
+            raise PeerProtocolError(
+                f"{region.name}: the {whose} lists it twice (bases {found[key].base} and {region.base}); "
+                f"expected each layer component once; give layers distinct names"
+            )
+        found[key] = region
+    return found
+
+
+def _held_optional(
+    consumer: RankTable, held: Mapping[Rank, Mapping[Key, Region]], optional: Collection[str]
+) -> dict[Key, Region]:
+    """Regions of optional layers that some producer rank does hold: they are loaded like others."""
+    layers = {key[0] for regions in held.values() for key in regions} & set(optional)
+    return {(r.layer, r.component): r for r in consumer.regions if r.layer in layers}
+
+
+def _unlike(
+    consumer: RankTable,
+    producers: Mapping[Rank, RankTable],
+    wanted: Mapping[Key, Region],
+    held: Mapping[Rank, Mapping[Key, Region]],
+) -> Iterable[Mismatch]:
+    for rank, regions in held.items():
+        for key in wanted.keys() & regions.keys():
+            yield from pair_mismatches(consumer, wanted[key], producers[rank], regions[key])
+
+
+def pair_mismatches(consumer: RankTable, want: Region, producer: RankTable, have: Region) -> Iterable[Mismatch]:
+    """What makes one shared layer component impossible to copy, apart from which units are held."""
+    state = consumer.groups[want.group].is_state
+    if state != producer.groups[have.group].is_state:
+        kinds = (producer.groups[have.group].kind, consumer.groups[want.group].kind)
+        yield _differs(want, "group kind", *kinds, "tokens and state slots do not map to each other")
+    for field, theirs, ours in (
+        ("dtype", have.dtype, want.dtype),
+        ("item bytes", have.item_bytes, want.item_bytes),
+        ("channels", have.channel.count, want.channel.count),
+    ):
+        if theirs != ours:
+            yield _differs(want, field, theirs, ours, "its values mean something else on the other side")
+    if state and have.token.count != want.token.count:
+        yield _differs(want, "state rows", have.token.count, want.token.count, "slots differ in shape")
+    if want.is_opaque or have.is_opaque:
+        yield from _opaque_mismatches(want, have)
+
+
+def _opaque_mismatches(want: Region, have: Region) -> Iterable[Mismatch]:
+    effect = "a page whose inner order is unknown moves only whole, between equal pages"
+    if want.encoding != have.encoding:
+        yield _differs(want, "encoding", have.encoding, want.encoding, effect)
+    if want.token.count != have.token.count:
+        yield _differs(want, "kernel block size", have.token.count, want.token.count, effect)
+    if (want.token.stride, want.channel.stride) != (have.token.stride, have.channel.stride):
+        theirs = f"token {have.token.stride}, channel {have.channel.stride}"
+        ours = f"token {want.token.stride}, channel {want.channel.stride}"
+        yield _differs(want, "strides", theirs, ours, effect)
+
+
+def _opaque_cut(pair: RegionPair) -> Iterable[Mismatch]:
+    """An opaque page may be cut into units only where they are outermost in it, on both sides."""
+    want, have = pair.consumer, pair.producer
+    if not pair.whole_pages or (_whole(pair) and want.unit == have.unit):
+        return
+    if not (_unit_outermost(want) and _unit_outermost(have)):
+        yield _differs(
+            want,
+            "units of an opaque page",
+            f"{have.unit.count} ({have.encoding})",
+            f"{want.unit.count} ({want.encoding})",
+            "cutting it between units would cut somewhere inside its content",
+        )
+
+
+def _whole(pair: RegionPair) -> bool:
+    return len(pair.cuts) == 1 and pair.units == pair.consumer.unit.count == pair.producer.unit.count
+
+
+def _unit_outermost(region: Region) -> bool:
+    """Whether one unit's bytes end before the next unit's begin."""
+    one_unit = page_extent(region) - (region.unit.count - 1) * region.unit.stride
+    return region.unit.count == 1 or region.unit.stride >= one_unit
+
+
+_REMEDIES = {
+    "group kind": "serve the same model with the same attention and state layers on both sides",
+    "dtype": "set the same --dtype and --kv-cache-dtype on both sides",
+    "item bytes": "set the same --dtype and --kv-cache-dtype on both sides",
+    "channels": "serve the same model (head size) on both sides",
+    "state rows": "serve the same model with the same speculative tokens on both sides",
+    "encoding": "use the same attention backend on both sides",
+    "kernel block size": "set the same --block-size on both sides or use a backend with a known encoding",
+    "strides": "use the same attention backend and KV layout on both sides",
+    "units of an opaque page": "use equal TP sizes or a backend with a known encoding",
+    "layer set": "serve the same model on both sides, or name the layer as optional",
+    "units": "start every producer rank, and serve the same model on both sides",
+}
+
+
+def _differs(region: Region, field: str, producer: object, consumer: object, effect: str) -> Mismatch:
+    return Mismatch(
+        field=field,
+        producer=str(producer),
+        consumer=str(consumer),
+        severity=Severity.REFUSE,
+        effect=effect,
+        remedy=_REMEDIES[field],
+        layer=region.name,
+    )
+
+
+def _cover(
+    wanted: Mapping[Key, Region], held: Mapping[Rank, Mapping[Key, Region]], prefer: int
+) -> tuple[dict[Rank, dict[Key, tuple[UnitCut, ...]]], list[Mismatch]]:
+    """Greedy cover: the rank that adds most units next, `prefer` choosing among equals."""
+    demands: dict[Demand, list[Key]] = defaultdict(list)
+    for key, region in wanted.items():
+        offers = tuple((rank, regions[key].spans) for rank, regions in held.items() if key in regions)
+        demands[(region.spans, offers)].append(key)
+    missing = {demand: demand[0] for demand in demands}
+    chosen: dict[Rank, dict[Key, tuple[UnitCut, ...]]] = {}
+    while rank := _best_rank(held, demands, missing, prefer):
+        taken = chosen.setdefault(rank[0], {})
+        for demand, keys in demands.items():
+            if cuts := _takes(demand, missing[demand], rank[0]):
+                missing[demand] = _without(missing[demand], cuts)
+                taken |= dict.fromkeys(keys, cuts)
+    lacking = [
+        _uncovered(wanted[key], demand, missing[demand])
+        for demand, keys in demands.items()
+        if missing[demand]
+        for key in keys
+    ]
+    return chosen, lacking
+
+
+def _best_rank(
+    held: Mapping[Rank, object],
+    demands: Mapping[Demand, Sequence[Key]],
+    missing: Mapping[Demand, Spans],
+    prefer: int,
+) -> tuple[Rank, ...]:
+    """The rank to take next as a 1-tuple; empty when no rank adds anything."""
+    gains: dict[Rank, int] = {}
+    for rank in held:
+        gains[rank] = sum(
+            len(keys) * sum(cut.count for cut in _takes(demand, missing[demand], rank))
+            for demand, keys in demands.items()
+        )
+    most = max(gains.values(), default=0)
+    equals = [rank for rank, gain in gains.items() if gain == most]
+    return (equals[prefer % len(equals)],) if most else ()
+
+
+def _takes(demand: Demand, missing: Spans, rank: Rank) -> tuple[UnitCut, ...]:
+    spans = dict(demand[1]).get(rank, ())
+    return tuple(sorted(intersect(missing, spans)))
+
+
+def _without(spans: Spans, cuts: Iterable[UnitCut]) -> Spans:
+    """Spans less the units of `cuts`."""
+    left = list(spans)
+    for cut in cuts:
+        left = [piece for span in left for piece in _minus(span, cut.global_start, cut.count)]
+    return tuple(left)
+
+
+def _minus(span: Span, start: int, count: int) -> Iterable[Span]:
+    end, span_end = start + count, span.global_start + span.count
+    if end <= span.global_start or span_end <= start:
+        yield span
+        return
+    if span.global_start < start:
+        yield Span(span.local_start, span.global_start, start - span.global_start)
+    if end < span_end:
+        yield Span(span.local_start + end - span.global_start, end, span_end - end)
+
+
+def _uncovered(region: Region, demand: Demand, missing: Spans) -> Mismatch:
+    lacking = ", ".join(f"{span.global_start}..{span.global_start + span.count - 1}" for span in missing)
+    if not demand[1]:
+        return _differs(region, "layer set", "no such layer component", region.name, "it would stay unread")
+    offered = ", ".join(
+        f"{rank}: {span.global_start}..{span.global_start + span.count - 1}"
+        for rank, spans in demand[1]
+        for span in spans
+    )
+    return _differs(region, "units", offered, f"needs {lacking}", "these units would stay unread")
