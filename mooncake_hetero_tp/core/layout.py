@@ -80,23 +80,40 @@ class KVLayout(msgspec.Struct, frozen=True):
         """
         return self.is_page_outermost and self.position("L") == 0
 
-    def strides(self, counts: Mapping[str, int], item_bytes: int) -> dict[str, int]:
-        """Byte stride of each dim in a dense array with `counts` entries a dim.
+    def strides(self, counts: Mapping[str, int], item_bytes: int, page_bytes: int | None = None) -> dict[str, int]:
+        """Byte stride of each dim in an array with `counts` entries a dim: dense but for the padding of pages.
 
         Args:
             counts: entries of each of the five dims, C in items.
             item_bytes: bytes of one item of C.
+            page_bytes: length each (layer, block) page is padded to (vLLM's `page_size_padded`).
 
         Raises:
             LocalUsageError: a dim is missing or a size is not positive.
+            ConfigError: padding asked for where a page is no single run, or shorter than the page.
         """
         _check_counts(counts, item_bytes)
         strides = {}
         step = item_bytes
-        for dim in reversed(self.name):
-            strides[dim] = step
-            step *= counts[dim]
+        for place in reversed(range(len(DIMS))):
+            if place == 1 and page_bytes is not None:
+                step = self._padded_page(step, page_bytes)
+            strides[self.name[place]] = step
+            step *= counts[self.name[place]]
         return {dim: strides[dim] for dim in DIMS}
+
+    def _padded_page(self, dense_bytes: int, page_bytes: int) -> int:
+        if not self.is_page_outermost:
+            raise ConfigError(
+                f"layout {self} cannot pad pages to {page_bytes} bytes: a (layer, block) page is one run only "
+                f"where L and B come first; use LBHNC, LBNHC, BLHNC or BLNHC"
+            )
+        if page_bytes < dense_bytes:
+            raise ConfigError(
+                f"a page of {dense_bytes} bytes does not fit into a padded page of {page_bytes} bytes; "
+                f"expected page_size_padded >= {dense_bytes}"
+            )
+        return page_bytes
 
 
 def keep_order_fallback(requested: str, candidates: Sequence[str]) -> str:

@@ -88,6 +88,30 @@ def test_strides_of_impossible_sizes(counts: dict[str, int], item_bytes: int) ->
 
 
 @pytest.mark.parametrize(
+    "name,strides",
+    [
+        ("LBHNC", (400, 80, 32, 8, 1)),
+        ("LBNHC", (400, 80, 8, 16, 1)),
+        ("BLHNC", (80, 240, 32, 8, 1)),
+        ("BLNHC", (80, 240, 8, 16, 1)),
+    ],
+)
+def test_padding_lies_between_pages_only(name: str, strides: tuple[int, ...]) -> None:
+    """A page of 64 bytes in 80: heads stay 32 bytes apart (vllm#52516 took them from the padded page)."""
+    layout = KVLayout.from_name(name)
+    assert tuple(layout.strides(COUNTS, 1, page_bytes=80).values()) == strides
+    assert layout.strides(COUNTS, 1, page_bytes=64) == layout.strides(COUNTS, 1)
+    with pytest.raises(ConfigError, match=r"64 bytes .* 63 bytes"):
+        layout.strides(COUNTS, 1, page_bytes=63)
+
+
+@pytest.mark.parametrize("name", ["LHBNC", "BHLNC", "LHNBC"])
+def test_pages_that_are_no_single_run_are_not_padded(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        KVLayout.from_name(name).strides(COUNTS, 1, page_bytes=80)
+
+
+@pytest.mark.parametrize(
     "requested, candidates, taken",
     [
         ("LBHNC", ["BLNHC", "BLHNC"], "BLHNC"),  # the hybrid model that started this
