@@ -118,7 +118,9 @@ class PlatformWheel(bdist_wheel):
     def run(self) -> None:
         """Build the library first: whether it is there decides the tag."""
         self.run_command("build_native")
-        self.root_is_pure = not self.get_finalized_command("build_native").get_outputs()
+        if self.get_finalized_command("build_native").get_outputs():
+            self.root_is_pure = False
+            self.distribution.has_ext_modules = lambda: True  # or setuptools lays the package out as pure Python
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:

