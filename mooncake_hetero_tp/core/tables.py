@@ -116,7 +116,10 @@ def _check_spans(region: Region) -> None:
 
 
 def _check_nesting(region: Region) -> None:
-    """Axes nest (no element overlaps another), with tokens or channels innermost."""
+    """Axes nest (no element overlaps another); pages never innermost, units only where they have no channels.
+
+    A layout whose C is not innermost ends here. Conv state in SD order has units innermost, rightly.
+    """
     axes = {
         "page": Axis(region.num_blocks, region.block_stride),
         "unit": region.unit,
@@ -129,7 +132,7 @@ def _check_nesting(region: Region) -> None:
             continue
         if axis.stride < size:
             raise _fail(region, f"a {name} stride of at least {size} bytes (all of its {inner}s)", axis.stride)
-        if inner == "item" and name in ("page", "unit"):
+        if inner == "item" and (name == "page" or (name == "unit" and region.channel.count > 1)):
             raise _fail(region, "channels or tokens innermost (C last in the layout)", f"{name}s innermost")
         inner, size = name, size + (axis.count - 1) * axis.stride
 
