@@ -142,8 +142,9 @@ def _bind_copy(members: CopyClass, copy: StridedCopy, pages: _Steps) -> ByteMap:
 
 
 def _member_axis(members: CopyClass) -> _Steps:
-    gaps = np.diff(members.dst_bases)
-    return _Steps(members.src_bases, members.dst_bases, int(gaps.min()) if gaps.size else 0)
+    src, dst = members.origins
+    gaps = np.diff(dst)
+    return _Steps(src, dst, int(gaps.min()) if gaps.size else 0)
 
 
 def _page_runs(
@@ -284,20 +285,24 @@ def tail_views(table: RankTable, ranges: Sequence[TokenRange], consumer_blocks: 
     Raises:
         PlanError: too short a block list or an id outside the cache.
     """
+    known: dict[Side, list[tuple[int, int]]] = {}
     tails: list[TailView] = []
     for region in table.regions:
         group = table.groups[region.group]
         tokens = _range_of(ranges, group.index)
         if group.is_state or region.is_opaque or not tokens.count:
             continue
-        side = Side(group, region.block_stride, region.token.stride, region.token.count, region.num_blocks)
-        tails.extend(_tails(region, side, tokens.end, consumer_blocks))
+        side = Side(group, 0, 0, region.token.count, region.num_blocks)
+        if side not in known:
+            known[side] = list(_tail_pages(side, tokens.end, consumer_blocks))
+        tails.extend(TailView(region, page, first) for page, first in known[side])
     return tails
 
 
-def _tails(region: Region, side: Side, end: int, consumer_blocks: Sequence[Blocks]) -> Iterator[TailView]:
+def _tail_pages(side: Side, end: int, consumer_blocks: Sequence[Blocks]) -> Iterator[tuple[int, int]]:
+    """(kernel page id, first token past the end) of each page that the range leaves unfilled."""
     last_page = -(-end // side.group.block_size) * side.group.kernel_pages
     pages = np.arange(end // side.page_tokens, last_page, dtype=np.int64)
     ids = _page_ids(pages, _list_of(consumer_blocks, side, "consumer"), side, "consumer", null_block=None)
     for page, page_id in zip(pages.tolist(), ids.tolist(), strict=True):
-        yield TailView(region, page_id, max(end - page * side.page_tokens, 0))
+        yield page_id, max(end - page * side.page_tokens, 0)

@@ -1,9 +1,10 @@
 """Pairs of regions and the copies between their pages, for one (consumer rank, producer rank).
 
 Pairs of equal geometry (the same layer shape over and over) form one `CopyClass` that differs only
-in base addresses, so that binding broadcasts over layers. Within a class the copies of one run of
-`count` tokens form a template; it is made once per count and checked against the regions' own
-elements when it is made.
+in base addresses. Evenly spaced layers are one more loop of the copies, others an axis of bases, so
+that binding broadcasts over layers either way. Within a class the copies of one run of `count`
+tokens form a template; it is made once per count and checked against the regions' own elements
+when it is made.
 """
 
 from __future__ import annotations
@@ -105,29 +106,61 @@ class CopyClass:
         """Bytes of one token (or state row) of one member."""
         return sum(pair.token_bytes for pair in self.members[0])
 
+    @cached_property
+    def spacing(self) -> Loop | None:
+        """The members as a loop, where they are evenly spaced on both sides (layers of one allocation)."""
+        src, dst = np.diff(self.src_bases), np.diff(self.dst_bases)
+        if (src != src[:1]).any() or (dst != dst[:1]).any():
+            return None
+        return Loop(src.size + 1, int(src[:1].sum()), int(dst[:1].sum()))
+
+    @cached_property
+    def origins(self) -> tuple[Int64, Int64]:
+        """(src, dst) addresses that `template` counts from: the first member's where they are a loop, else all."""
+        few = slice(0, 1 if self.spacing else None)
+        return self.src_bases[few], self.dst_bases[few]
+
     def template(self, count: int) -> tuple[StridedCopy, ...]:
-        """Copies of a run of `count` tokens (state rows) of one member, from both runs' first token.
+        """Copies of a run of `count` tokens (state rows), from page 0 and token 0 of each origin.
+
+        Made once per count and then checked: one member against its regions' elements, all members
+        against that one.
 
         Raises:
             PlanError: the copies are not exactly the elements of the regions.
         """
         known = self._templates.get(count)
         if known is None:
-            known = concatenate(self._copies(count))
-            if not expand(known).same_as(self._elements(count)):
-                names = ", ".join(pair.consumer.name for pair in self.members[0])
-                raise PlanError(
-                    f"{names}: the copies of a run of {count} tokens are not exactly its elements; "
-                    f"nothing was written; please report this with both region tables"
-                )
+            known = concatenate(self._copies(count, self.spacing or Loop(1, 0, 0)))
+            self._check(known, count)
             self._templates[count] = known
         return known
 
-    def _copies(self, count: int) -> Iterable[StridedCopy]:
+    def _copies(self, count: int, members: Loop) -> Iterable[StridedCopy]:
         tokens = Loop(count, self.geometry.src.token_stride, self.geometry.dst.token_stride)
         for part in self.geometry.parts:
-            loops = (part.units, tokens, part.channels)
+            loops = (members, part.units, tokens, part.channels)
             yield strided_copy(part.src_offset, part.dst_offset, loops, part.item_bytes)
+
+    def _check(self, copies: Iterable[StridedCopy], count: int) -> None:
+        one = self.one_member(count)
+        src, dst = self.src_bases - self.src_bases[0], self.dst_bases - self.dst_bases[0]
+        every = slice(None if self.spacing else 1)
+        wanted = canonical(
+            outer_sum([src[every], one.src]),
+            outer_sum([dst[every], one.dst]),
+            np.tile(one.length, src[every].size),
+        )
+        if not (expand(copies).same_as(wanted) and one.same_as(self._elements(count))):
+            names = ", ".join(pair.consumer.name for pair in self.members[0])
+            raise PlanError(
+                f"{names}: the copies of a run of {count} tokens are not exactly its elements; "
+                f"nothing was written; please report this with both region tables"
+            )
+
+    def one_member(self, count: int) -> ByteMap:
+        """A run of `count` tokens of one member, relative to its bases."""
+        return expand(self._copies(count, Loop(1, 0, 0)))
 
     def _elements(self, count: int) -> ByteMap:
         """The same from the first member's regions, element by element: what the template must equal."""

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
-from mooncake_hetero_tp.core.copies import ByteMap, canonical, expand
+from mooncake_hetero_tp.core.copies import ByteMap, canonical
 from mooncake_hetero_tp.core.pairing import CopyClass, PairPlan, RegionPair, pair_elements
 from mooncake_hetero_tp.core.regions import Buffer, RankTable, Region, extent
 from mooncake_hetero_tp.errors import PlanError
@@ -106,7 +106,8 @@ def _prove_class(members: CopyClass, rank: Rank) -> None:
 def _placed(members: CopyClass, index: int, count: int) -> ByteMap:
     """What binding makes of the template: the last run of `count` tokens in the last page."""
     src, dst = members.geometry.src, members.geometry.dst
-    runs = expand(members.template(count))
+    members.template(count)  # raises unless it is this run for every member
+    runs = members.one_member(count)
     source = int(members.src_bases[index]) + (src.num_blocks - 1) * src.block_stride
     target = int(members.dst_bases[index]) + (dst.num_blocks - 1) * dst.block_stride
     source += (src.page_tokens - count) * src.token_stride
