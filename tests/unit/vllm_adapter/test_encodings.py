@@ -1,0 +1,135 @@
+"""encodings: what is known is described exactly, everything else is opaque and never guessed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from mooncake_hetero_tp.core.regions import Axis
+from mooncake_hetero_tp.errors import ConfigError
+from mooncake_hetero_tp.vllm_adapter.encodings import LATENT, PACKED, Component, LayerFacts, PageView, encode
+
+HEADS, TOKENS, WIDTH, ITEM = 2, 4, 3, 2
+DENSE = PageView(heads=HEADS, tokens=TOKENS, content_bytes=12, head_stride=48, token_stride=12)
+FACTS = LayerFacts(
+    layer="model.layers.0.attn",
+    backend="FLASH_ATTN",
+    isa=None,
+    latent=False,
+    kv_heads=HEADS,
+    head_size=WIDTH,
+    head_size_v=WIDTH,
+    item_bytes=ITEM,
+    dtype="bfloat16",
+    own_slots=False,
+    own_content=False,
+    plain_values=True,
+)
+
+
+def offsets(component: Component) -> dict[tuple[int, ...], int]:
+    """Byte offset of every element (unit, token, channel)."""
+    axes = (component.unit, component.token, component.channel)
+    return {
+        index: component.offset + sum(step * axis.stride for step, axis in zip(index, axes, strict=True))
+        for index in product(*(range(axis.count) for axis in axes))
+    }
+
+
+def covered(components: tuple[Component, ...]) -> list[int]:
+    """Every byte the components touch, sorted, duplicates kept."""
+    return sorted(
+        start + byte for part in components for start in offsets(part).values() for byte in range(part.item_bytes)
+    )
+
+
+@pytest.mark.parametrize("backend", sorted(PACKED))
+def test_packed_splits_content_into_k_then_v(backend: str) -> None:
+    name, (k, v) = encode(replace(FACTS, backend=backend), DENSE)
+    assert name == "packed"
+    assert (k.name, v.name) == ("k", "v")
+    assert offsets(k)[1, 2, 1] == 48 + 2 * 12 + 1 * ITEM
+    assert offsets(v)[1, 2, 1] == 48 + 2 * 12 + (WIDTH + 1) * ITEM
+    assert covered((k, v)) == list(range(96))
+
+
+def test_packed_follows_token_major_and_padded_strides() -> None:
+    """Page strides come from the view alone; vllm#52516 took them from the padded page."""
+    name, (k, _) = encode(FACTS, replace(DENSE, head_stride=12, token_stride=24))
+    assert name == "packed"
+    assert (k.unit.stride, k.token.stride) == (12, 24)
+
+
+def test_packed_takes_unlike_widths_of_k_and_v() -> None:
+    name, (k, v) = encode(replace(FACTS, head_size_v=1), replace(DENSE, content_bytes=8))
+    assert name == "packed"
+    assert (k.channel, v.channel, v.offset) == (Axis(3, ITEM), Axis(1, ITEM), 6)
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16"])
+def test_cpu_attention_keeps_a_transposed_k_half_and_a_v_half(isa: str) -> None:
+    name, (k, v) = encode(replace(FACTS, backend="CPU_ATTN", isa=isa), DENSE)
+    assert name == "halves.transposed_k"
+    assert offsets(k)[1, 2, 1] == 48 + (1 * TOKENS + 2) * ITEM
+    assert offsets(v)[1, 2, 1] == 48 + (TOKENS * WIDTH + 2 * WIDTH + 1) * ITEM
+    assert covered((k, v)) == list(range(96))
+
+
+@pytest.mark.parametrize("isa", ["amx", "neon", "rvv", "vxe", "vsx", None])
+def test_cpu_attention_with_another_isa_is_opaque(isa: str | None) -> None:
+    name, parts = encode(replace(FACTS, backend="CPU_ATTN", isa=isa), DENSE)
+    assert name == ("opaque:CPU_ATTN" if isa is None else f"opaque:CPU_ATTN.{isa}")
+    assert covered(parts) == list(range(96))
+
+
+def test_cpu_halves_need_equal_widths_and_dense_rows() -> None:
+    cpu = replace(FACTS, backend="CPU_ATTN", isa="vec")
+    name, _ = encode(replace(cpu, head_size_v=1), replace(DENSE, content_bytes=8))
+    assert name.startswith("opaque:")
+    name, _ = encode(cpu, replace(DENSE, token_stride=24, head_stride=12))
+    assert name.startswith("opaque:")
+
+
+@pytest.mark.parametrize("backend", sorted(LATENT))
+def test_latent_rows_are_one_unit(backend: str) -> None:
+    facts = replace(FACTS, backend=backend, latent=True, kv_heads=1, head_size=6, head_size_v=0)
+    name, (row,) = encode(facts, replace(DENSE, heads=1))
+    assert name == "latent"
+    assert (row.name, row.unit.count, row.token, row.channel) == ("latent", 1, Axis(4, 12), Axis(6, ITEM))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"backend": "SOMETHING_NEW"}, {"own_content": True}, {"plain_values": False}, {"backend": "FLASHMLA"}],
+    ids=str,
+)
+def test_everything_else_is_opaque_with_heads_outermost(changes: dict[str, object]) -> None:
+    name, parts = encode(replace(FACTS, **changes), DENSE)  # type: ignore[arg-type]
+    assert name == f"opaque:{changes.get('backend', 'FLASH_ATTN')}"
+    assert [part.name for part in parts] == ["kv"]
+    assert parts[0].unit == Axis(HEADS, 48)
+    assert covered(parts) == list(range(96))
+
+
+def test_a_slot_is_never_taken_for_a_head() -> None:
+    """Two slots (K and V) with two KV heads look like one slot a head; B12X and ROCM_ATTN are such."""
+    name, parts = encode(replace(FACTS, backend="B12X", own_slots=True, own_content=True), DENSE)
+    assert name == "opaque:B12X"
+    assert [part.name for part in parts] == ["slot0", "slot1"]
+    for part in parts:
+        assert part.unit.stride < part.token.stride, "a planner must see that heads are not outermost"
+    assert covered(parts) == list(range(96))
+
+
+def test_content_that_no_unit_axis_tiles_is_refused_by_name() -> None:
+    facts = replace(FACTS, backend="FLASHINFER", own_slots=True, kv_heads=5)
+    with pytest.raises(ConfigError, match=r"model.layers.0.attn: backend FLASHINFER keeps 2 slots"):
+        encode(facts, DENSE)
+
+
+def test_odd_content_is_counted_in_bytes() -> None:
+    """Inline scales make C no multiple of the item size."""
+    _, (part,) = encode(replace(FACTS, own_content=True), replace(DENSE, content_bytes=13))
+    assert (part.channel, part.item_bytes) == (Axis(13, 1), 1)
