@@ -1,0 +1,236 @@
+"""What `mooncake-hetero-tp plan` answers to one case; all planning is the core's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mooncake_hetero_tp.cli.case import Case, InvalidCase, Request, Side, read_case
+from mooncake_hetero_tp.cli.memory import COMPONENT, Array, RankMemory, engine_memory, refusals
+from mooncake_hetero_tp.core.binding import Descriptors, bind
+from mooncake_hetero_tp.core.cost import Rates
+from mooncake_hetero_tp.core.handshake import Agreement, agree, combine, compare, explain
+from mooncake_hetero_tp.core.plan import PairPlan, collapse, plan_pulls, prove
+from mooncake_hetero_tp.errors import ConfigError, IncompatiblePeer
+from mooncake_hetero_tp.types import Mismatch, Rank, TokenRange
+
+DIRECT = "direct"
+
+
+class RankName(msgspec.Struct, frozen=True):
+    """A rank of one engine, as the answer names it."""
+
+    pp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"pp{self.pp}.tp{self.tp}"
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """One contiguous run; offsets count from the start of the layer's array on either side."""
+
+    layer: str
+    component: str
+    src: int
+    dst: int
+    bytes: int
+
+
+class Pull(msgspec.Struct, frozen=True):
+    """What one consumer rank reads from one producer rank."""
+
+    consumer_rank: RankName
+    producer_rank: RankName
+    descriptors: int
+    bytes: int
+    copies: list[Copy]
+
+
+class Count(msgspec.Struct, frozen=True):
+    """Predicted size of one pull."""
+
+    consumer_rank: RankName
+    producer_rank: RankName
+    descriptors: int
+    bytes: int
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """Counts for a request of `tokens` tokens, no two neighbouring blocks of which lie side by side."""
+
+    tokens: int
+    pulls: list[Count]
+
+
+class StageGeometry(msgspec.Struct, frozen=True):
+    """Arrays of each tensor rank of one pipeline stage."""
+
+    pp: int
+    arrays: tuple[Array, ...]
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """The abstract memory of both sides."""
+
+    producer: list[StageGeometry]
+    consumer: list[StageGeometry]
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """The answer to one case. The first six fields are always there; see `mooncake-hetero-tp plan --help`."""
+
+    status: str
+    agreement: Agreement | None = None
+    mismatches: list[Mismatch] = []
+    mode: str | None = None
+    why: str
+    pulls: list[Pull] = []
+    geometry: Geometry | msgspec.UnsetType = msgspec.UNSET
+    predicted: Prediction | msgspec.UnsetType = msgspec.UNSET
+    rates: Rates | msgspec.UnsetType = msgspec.UNSET
+
+
+def answer(given: object, rates: Rates) -> Answer:
+    """Reads and plans one decoded case; what is wrong with it is told in the answer, never raised."""
+    try:
+        return _planned(read_case(given), rates)
+    except (InvalidCase, ConfigError) as error:
+        return Answer(status="invalid", why=str(error))
+    except IncompatiblePeer as error:
+        found = list(error.mismatches)
+        return Answer(status="refused", mismatches=found, why=explain(found))
+
+
+def _planned(case: Case, rates: Rates) -> Answer:
+    if found := refusals(case):
+        raise IncompatiblePeer("the case cannot be laid out", collapse(found))
+    engines = _Engines.of(case)
+    predicted = _predict(case) if case.request is None else msgspec.UNSET
+    pulls = [] if case.request is None else list(engines.pulls(case, case.request))
+    return Answer(
+        status="ok",
+        agreement=combine([agree(plan.producer, plan.consumer) for _, _, plan in engines.plans]),
+        mismatches=engines.mismatches(),
+        mode=DIRECT,
+        why=_why(pulls if predicted is msgspec.UNSET else predicted.pulls, rates),
+        pulls=pulls,
+        geometry=Geometry(_geometry(engines.producers), _geometry(engines.consumers)),
+        predicted=predicted,
+        rates=rates,
+    )
+
+
+@dataclass(frozen=True)
+class _Engines:
+    """Both memories and the proven plans of all pairs of ranks that exchange bytes, by consumer rank."""
+
+    producers: Mapping[Rank, RankMemory]
+    consumers: Mapping[Rank, RankMemory]
+    plans: Sequence[tuple[Rank, Rank, PairPlan]]
+
+    @classmethod
+    def of(cls, case: Case) -> _Engines:
+        producers, consumers = engine_memory(case, "producer"), engine_memory(case, "consumer")
+        tables = {rank: memory.table for rank, memory in producers.items()}
+        plans = []
+        for rank, memory in consumers.items():
+            chosen = plan_pulls(memory.table, tables, prefer=rank.tp)
+            prove(memory.table, chosen)
+            plans += [(rank, producer, plan) for producer, plan in chosen.items()]
+        return cls(producers, consumers, plans)
+
+    def mismatches(self) -> list[Mismatch]:
+        return list(collapse(found for _, _, plan in self.plans for found in compare(plan.producer, plan.consumer)))
+
+    def pulls(self, case: Case, request: Request) -> Iterator[Pull]:
+        """All pulls of a request, without those that would move nothing."""
+        placed = _Placed.of(case, request)
+        for consumer, producer, plan in self.plans:
+            whole = placed.bind(plan)
+            if whole.bytes:
+                sources, targets = self.producers[producer], self.consumers[consumer]
+                copies = [copy for layer in plan.layers for copy in _copies(placed, plan, layer, sources, targets)]
+                copies.sort(key=lambda copy: copy.dst)
+                yield Pull(_name(consumer), _name(producer), whole.count, whole.bytes, copies)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A request's token ranges and complete block lists, per group."""
+
+    ranges: list[TokenRange]
+    producer_blocks: list[np.ndarray[Any, np.dtype[np.int64]]]
+    consumer_blocks: list[np.ndarray[Any, np.dtype[np.int64]]]
+
+    @classmethod
+    def of(cls, case: Case, request: Request) -> _Placed:
+        """Puts a place-holder before the consumer's list for each page that it leaves out; none is ever read."""
+        skipped = [request.skip_tokens // case.consumer.block_size_of(group) for group in case.groups]
+        consumer_blocks = zip(skipped, request.consumer_blocks, strict=True)
+        return cls(
+            ranges=[TokenRange(request.skip_tokens, request.tokens)] * len(case.groups),
+            producer_blocks=[np.array(blocks, np.int64) for blocks in request.producer_blocks],
+            consumer_blocks=[np.array([0] * pages + blocks, np.int64) for pages, blocks in consumer_blocks],
+        )
+
+    def bind(self, plan: PairPlan) -> Descriptors:
+        """The descriptors of one pair of ranks; block 0 is a block like any other here."""
+        return bind(plan, self.ranges, self.producer_blocks, self.consumer_blocks, null_block=None)
+
+
+def _copies(placed: _Placed, plan: PairPlan, layer: str, sources: RankMemory, targets: RankMemory) -> Iterator[Copy]:
+    runs = placed.bind(plan.only({layer}))
+    src = (runs.src - sources.address_of(layer)).tolist()
+    dst = (runs.dst - targets.address_of(layer)).tolist()
+    for start, end, length in zip(src, dst, runs.length.tolist(), strict=True):
+        yield Copy(layer, COMPONENT, start, end, length)
+
+
+def _predict(case: Case) -> Prediction:
+    """Counts for as many tokens as the largest block holds, in caches large enough to scatter its blocks."""
+    tokens = max(side.block_size_of(group) for side in case.sides.values() for group in case.groups)
+    producer, producer_blocks = _scattered(case, case.producer, tokens)
+    consumer, consumer_blocks = _scattered(case, case.consumer, tokens)
+    request = Request(tokens=tokens, producer_blocks=producer_blocks, consumer_blocks=consumer_blocks)
+    larger = msgspec.structs.replace(case, producer=producer, consumer=consumer, request=request)
+    pulls = _Engines.of(larger).pulls(larger, request)
+    return Prediction(
+        tokens, [Count(pull.consumer_rank, pull.producer_rank, pull.descriptors, pull.bytes) for pull in pulls]
+    )
+
+
+def _scattered(case: Case, side: Side, tokens: int) -> tuple[Side, list[list[int]]]:
+    pages = [-(-tokens // side.block_size_of(group)) for group in case.groups]
+    blocks = [list(range(0, 2 * count, 2)) for count in pages]
+    return msgspec.structs.replace(side, num_blocks=max(side.num_blocks, 2 * max(pages))), blocks
+
+
+def _name(rank: Rank) -> RankName:
+    return RankName(rank.pp, rank.tp)
+
+
+def _geometry(memory: Mapping[Rank, RankMemory]) -> list[StageGeometry]:
+    return [StageGeometry(rank.pp, one.arrays) for rank, one in memory.items() if rank.tp == 0]
+
+
+def _why(pulls: Sequence[Pull | Count], rates: Rates) -> str:
+    """Why this mode, with the cost of the consumer rank that waits longest."""
+    if not pulls:
+        return f"direct: nothing to read ({rates})"
+    per_rank: dict[RankName, list[Pull | Count]] = {}
+    for pull in pulls:
+        per_rank.setdefault(pull.consumer_rank, []).append(pull)
+    sums = {
+        rank: (sum(pull.descriptors for pull in own), sum(pull.bytes for pull in own)) for rank, own in per_rank.items()
+    }
+    slowest = max(sums, key=lambda rank: rates.direct_s(*sums[rank]))
+    descriptors, length = sums[slowest]
+    return (
+        f"direct: staging is not built yet; the busiest consumer rank {slowest} reads {length} bytes with "
+        f"{descriptors} descriptors, about {rates.direct_s(descriptors, length) * 1e3:.3g} ms at {rates}"
+    )

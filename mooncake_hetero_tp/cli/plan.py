@@ -1,0 +1,84 @@
+"""`mooncake-hetero-tp plan CASE.json`: what a pull would do, without engines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from mooncake_hetero_tp.cli.answer import Answer, answer
+from mooncake_hetero_tp.cli.outcome import Outcome
+from mooncake_hetero_tp.cli.report import show
+from mooncake_hetero_tp.core.cost import Rates
+
+EXIT_STATUS = {"ok": 0, "refused": 2, "invalid": 1}
+STDIN = Path("-")
+
+
+def plan(
+    context: typer.Context,
+    case: Annotated[Path, typer.Argument(metavar="CASE.json", help="One case or a list of cases; - reads stdin.")],
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Answer in JSON: one object for one case, a list of them for a list."),
+    ] = False,
+    rates_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--rates",
+            metavar="FILE",
+            help='Rates in place of the built-in ones: {"descriptor_s": 25e-6, "bytes_per_s": 1.6e9}.',
+        ),
+    ] = None,
+) -> None:
+    """Explain offline what a pull between two engines would do.
+
+    A case is {"producer": {"tp", "pp", "layout", "block_size", "num_blocks", "kernel_block_size"?,
+    "page_size_padded"?}, "consumer": {the same}, "dtype", "layers": [{"name", "kind": "attention", "kv_heads",
+    "head_size", "group"?}], "request"?: {"tokens", "skip_tokens", "producer_blocks", "consumer_blocks"}}.
+    Without a request the answer predicts counts.
+
+    Exit status: 0 all ok, 2 a case is refused, 1 a case is invalid or wrong usage.
+    """
+    rates = Rates() if rates_file is None else _read_rates(rates_file)
+    given = _read_json(case)
+    answers = [answer(one, rates) for one in (given if isinstance(given, list) else [given])]
+    if as_json:
+        _print_json(answers if isinstance(given, list) else answers[0])
+    else:
+        show(answers)
+    context.ensure_object(Outcome).status = _exit_status(answers)
+
+
+def _exit_status(answers: list[Answer]) -> int:
+    """An invalid case outweighs a refused one: what was refused may not be what was meant."""
+    seen = {one.status for one in answers}
+    return next((EXIT_STATUS[status] for status in ("invalid", "refused") if status in seen), 0)
+
+
+def _print_json(found: Answer | list[Answer]) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return msgspec.json.decode(_read(path))
+    except msgspec.DecodeError as error:
+        raise typer.BadParameter(f"{path} is not JSON: {error}") from error
+
+
+def _read_rates(path: Path) -> Rates:
+    try:
+        return msgspec.json.decode(_read(path), type=Rates)
+    except msgspec.DecodeError as error:
+        raise typer.BadParameter(f"{path} holds no rates: {error}; expected descriptor_s and bytes_per_s") from error
