@@ -9,7 +9,7 @@ PACKAGE = ROOT / "mooncake_hetero_tp"
 UNIT = ROOT / "tests" / "unit"
 
 # About the package as a whole.
-ABOUT_ALL = {"test_import_rule.py", "test_mirror.py"}
+ABOUT_ALL = {"test_import_rule.py", "test_mirror.py", "test_readme.py"}
 
 
 def test_every_unit_test_mirrors_a_module() -> None:
