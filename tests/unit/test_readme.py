@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from mooncake_hetero_tp.config import SETTINGS, Environment, HeteroTPConfig
@@ -42,8 +44,12 @@ def test_every_kv_transfer_config_in_it_is_valid() -> None:
         HeteroTPConfig.from_extra_config(config.get("kv_connector_extra_config"))
 
 
-def test_every_json_block_parses() -> None:
-    blocks = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        json.loads(block)
+def test_the_example_case_is_planned(tmp_path: Path) -> None:
+    (case,) = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
+    path = tmp_path / "case.json"
+    path.write_text(case)
+    command = [sys.executable, "-m", "mooncake_hetero_tp.cli", "plan", str(path), "--json"]
+    answer = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    (only,) = answer if isinstance(answer, list) else [answer]
+    # 70 tokens, 8 heads of 128 bf16 elements, K and V, halved over two ranks.
+    assert [pull["bytes"] for pull in only["pulls"]] == [70 * 4 * 128 * 2 * 2] * 2
