@@ -1,49 +1,59 @@
-"""The consumer rank's machine: engines it knows, requests it loads and their pulls. No I/O."""
+"""The consumer rank's machine: requests it loads and their pulls. No I/O.
+
+Its promises, which the simulation holds it to:
+
+- one Report per `start`, and only when no engine call of the request is running or can write any more;
+- ok only if every read *returned* before its deadline: the time the Claim or Renew that the last Grant
+  answers was *sent*, plus the lease. A late read is a failed load (vllm#52234);
+- every request ends by its deadline; a read that has not returned delays the Report, never mends it;
+- a stale session leads to exactly one fresh query of the bootstrap and one fresh handshake (vllm#49238).
+
+States and transitions are in `core/states.py`, links to producer engines in `core/links.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from itertools import count
 
+from mooncake_hetero_tp.core.asking import Asker, ConsumerConfig
+from mooncake_hetero_tp.core.codec import unpack_blocks
 from mooncake_hetero_tp.core.effects import (
     ConsumerEffect,
-    Plan,
+    ExtendRead,
+    FenceRead,
+    Level,
+    Notice,
     PullRequest,
     ReadId,
     ReadOutcome,
+    Report,
     ResolvedEngine,
     ResolveFailed,
+    StartRead,
+    StopRead,
 )
-from mooncake_hetero_tp.core.messages import ProducerMessage
+from mooncake_hetero_tp.core.links import EngineLink, LinkConfig, LinkTable, Planner
+from mooncake_hetero_tp.core.messages import (
+    Gone,
+    GoneReason,
+    Grant,
+    ProducerMessage,
+    Ready,
+    Refuse,
+    Waiting,
+    Welcome,
+)
+from mooncake_hetero_tp.core.pulls import EXPLANATIONS, PairPull, Request, new_pulls, wrong_grant
 from mooncake_hetero_tp.core.regions import RankTable
-from mooncake_hetero_tp.types import Identity, Rank, RequestId
+from mooncake_hetero_tp.core.sessions import Validate
+from mooncake_hetero_tp.core.states import Link, Load, LoadEvent, Stage, StageEvent
+from mooncake_hetero_tp.core.tables import validate_table
+from mooncake_hetero_tp.core.timers import Timers
+from mooncake_hetero_tp.errors import LocalUsageError
+from mooncake_hetero_tp.types import Identity, PullId, RequestId
 
-Planner = Callable[[RankTable, Mapping[Rank, RankTable]], Mapping[Rank, Plan]]
-"""Plans and proves: (own table, tables of all ranks of the producer engine) -> plan per rank to read from.
-
-Raises IncompatiblePeer or PlanError; both refuse the engine by name.
-"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConsumerConfig:
-    """Times and table bounds of one consumer rank; times in seconds."""
-
-    deadline_s: float = 420.0
-    """A started request has ended by then; less than the producer's keep time."""
-    connect_timeout_s: float = 30.0
-    """Bound of resolving an engine and shaking hands with all its ranks."""
-    resend_s: float = 0.25
-    """First repetition of an unanswered message; doubles up to `resend_max_s`."""
-    resend_max_s: float = 4.0
-    heartbeat_s: float = 10.0
-    """How often a pull that the producer lets wait says that it is still there."""
-    silence_s: float = 10.0
-    """A producer rank that answers nothing for so long is taken for gone."""
-    refuse_cache_s: float = 30.0
-    """How long a refusal stands before the engine is asked again."""
-    max_requests: int = 65536
-    max_engines: int = 1024
+__all__ = ["ConsumerConfig", "ConsumerMachine", "Planner"]
 
 
 class ConsumerMachine:
@@ -57,40 +67,362 @@ class ConsumerMachine:
         *,
         draw: Callable[[], int],
         planner: Planner,
-    ) -> None: ...
+        validate: Validate = validate_table,
+    ) -> None:
+        self._config = config
+        self._draw = draw
+        self._links = LinkTable(identity, table, _link_config(config), planner, validate)
+        self._groups = len(table.groups)
+        self._requests: dict[RequestId, Request] = {}
+        self._pulls: dict[PullId, PairPull] = {}
+        self._reads: dict[ReadId, PairPull] = {}
+        self._counter = count(1)
+        self._timers: Timers[Request | PairPull] = Timers()
+        self._closing = False
+        self._out: list[ConsumerEffect] = []
+        self._asker = Asker(config, self._timers, self._out)
 
-    def start(self, request: PullRequest, now: float) -> list[ConsumerEffect]:
-        raise NotImplementedError
+    # --- inputs ----------------------------------------------------------------------------------
+
+    def start(self, asked: PullRequest, now: float) -> list[ConsumerEffect]:
+        """Begin to load a request.
+
+        Raises:
+            LocalUsageError: it is being loaded already, or has not one range and one block list per
+                KV cache group; nothing changes.
+        """
+        self._check(asked)
+        if not any(tokens.count for tokens in asked.ranges):
+            self._out.append(Report(asked.request_id, ok=True))
+        elif self._closing or len(self._requests) >= self._config.max_requests:
+            self._decline(asked, "the consumer is shutting down" if self._closing else "too many loads at once")
+        elif (link := self._links.want((asked.bootstrap, asked.engine_id), now)) is None:
+            self._decline(asked, f"{self._config.max_engines} producer engines are in use; raise max_engines")
+        else:
+            self._enter(Request(asked, link, now + self._config.deadline_s), now)
+        return self._take(now)
 
     def cancel(self, request_id: RequestId, now: float) -> list[ConsumerEffect]:
-        """The request was aborted by vLLM while it was loading; unknown ids are ignored."""
-        raise NotImplementedError
+        """Give up a request that was aborted while it was loading; unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.cancelled = True
+            self._fail(request, "cancelled")
+        return self._take(now)
 
     def resolved(self, answer: ResolvedEngine | ResolveFailed, now: float) -> list[ConsumerEffect]:
-        raise NotImplementedError
+        """The answer to a Resolve."""
+        self._links.resolved(answer, now)
+        return self._take(now)
 
     def receive(self, address: str, message: ProducerMessage, now: float) -> list[ConsumerEffect]:
-        raise NotImplementedError
+        """One message that came from the producer rank at `address`; late duplicates are ignored."""
+        match message:
+            case Welcome() | Refuse():
+                self._links.receive(address, message, now)
+            case Waiting() | Ready() | Gone() | Grant():
+                pull = self._pulls.get(message.pull)
+                if pull is not None and (pull.session, pull.address) == (message.session, address):
+                    self._on_answer(pull, message, now)
+        return self._take(now)
 
     def read_finished(self, read_id: ReadId, outcome: ReadOutcome, now: float) -> list[ConsumerEffect]:
-        raise NotImplementedError
+        """The answer to a StartRead.
+
+        Raises:
+            LocalUsageError: no such read is running; nothing changes.
+        """
+        pull = self._reads.get(read_id)
+        if pull is None or pull.stage not in (Stage.READING, Stage.STOPPING):
+            raise LocalUsageError(f"read {read_id}: expected a read that runs; it was never started or has finished")
+        self._on_read(pull, outcome)
+        return self._take(now)
 
     def read_fenced(self, read_id: ReadId, now: float) -> list[ConsumerEffect]:
-        """Nothing of this read can write any more (answer to FenceRead)."""
-        raise NotImplementedError
+        """Nothing of this read can write any more (answer to FenceRead).
+
+        Raises:
+            LocalUsageError: no fence was asked for; nothing changes.
+        """
+        pull = self._reads.get(read_id)
+        if pull is None or not pull.step(StageEvent.FENCED):
+            raise LocalUsageError(f"read {read_id}: expected a read that FenceRead named")
+        self._forget(pull)
+        self._conclude(pull.request)
+        return self._take(now)
 
     def tick(self, now: float) -> list[ConsumerEffect]:
-        raise NotImplementedError
+        """Do what is due."""
+        self._links.tick(now)
+        for due in self._timers.expired(now):
+            if isinstance(due, PairPull):
+                self._pull_due(due, now)
+            else:
+                self._fail(due, f"not loaded within {self._config.deadline_s:g} s; {_whereabouts(due)}")
+        return self._take(now)
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do at the latest; None: nothing is timed."""
-        raise NotImplementedError
+        """When `tick` has something to do; None: nothing is timed."""
+        dues = [due for due in (self._timers.next_due(), self._links.next_deadline()) if due is not None]
+        return min(dues, default=None)
 
     def close(self, now: float) -> list[ConsumerEffect]:
         """End all requests as failed; those with a running read report when it has returned."""
-        raise NotImplementedError
+        self._closing = True
+        for request in list(self._requests.values()):
+            self._fail(request, "the consumer is shutting down")
+        return self._take(now)
 
     @property
     def drained(self) -> bool:
         """Whether every started request has been reported."""
-        raise NotImplementedError
+        return not self._requests
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def _check(self, asked: PullRequest) -> None:
+        if asked.request_id in self._requests:
+            raise LocalUsageError(f"request {asked.request_id}: expected one load at a time, one is under way")
+        if not len(asked.ranges) == len(asked.blocks) == self._groups:
+            raise LocalUsageError(
+                f"request {asked.request_id}: expected {self._groups} token ranges and block lists (one per KV "
+                f"cache group), got {len(asked.ranges)} and {len(asked.blocks)}"
+            )
+
+    def _decline(self, asked: PullRequest, reason: str) -> None:
+        self._out.append(Report(asked.request_id, ok=False, reason=reason))
+
+    def _enter(self, request: Request, now: float) -> None:
+        self._requests[request.asked.request_id] = request
+        self._timers.arm(request, request.deadline)
+        request.link.users += 1
+        self._attach(request, now)
+
+    def _attach(self, request: Request, now: float) -> None:
+        """Go on with a request according to its link."""
+        link = request.link
+        match link.state:
+            case Link.AGREED:
+                self._begin(request, now)
+            case Link.REFUSED | Link.FORGOTTEN:
+                self._fail(request, f"{link.name}: {link.reason}")
+            case _:
+                link.waiting[request.asked.request_id] = None
+
+    def _begin(self, request: Request, now: float) -> None:
+        if not request.step(LoadEvent.AGREED):
+            return
+        request.generation = request.link.generation
+        request.pulls = new_pulls(request, self._numbers(), self._config.resend_s, self._config.resend_max_s)
+        for pull in request.pulls:
+            self._pulls[pull.number] = pull
+            self._asker.ask(pull, now)
+        self._conclude(request)
+
+    def _reconnect(self, pull: PairPull, reason: str, now: float) -> None:
+        """The session is stale, or its rank silent: one fresh handshake, if nothing was promised before."""
+        request = pull.request
+        if request.refreshed or request.promised:
+            self._fail(request, f"{pull.name}: {reason}")
+            return
+        request.refreshed = True
+        self._drop_pulls(request)
+        request.pulls = []
+        request.step(LoadEvent.RECONNECT)
+        link = self._links.refresh(request.link, request.generation, now)
+        if link is None:
+            self._fail(request, f"{pull.name}: {reason}")
+            return
+        request.link.users -= 1
+        request.link = link
+        link.users += 1
+        self._attach(request, now)
+
+    def _fail(self, request: Request, reason: str) -> None:
+        if not request.step(LoadEvent.FAIL):
+            return
+        request.reason = reason
+        self._timers.disarm(request)
+        self._drop_pulls(request)
+        self._conclude(request)
+
+    def _drop_pulls(self, request: Request) -> None:
+        for pull in request.pulls:
+            running = pull.stage is Stage.READING
+            if not pull.step(StageEvent.DROP):
+                continue
+            self._timers.disarm(pull)
+            self._asker.cancel(pull)
+            if running:
+                self._stop(pull)
+            else:
+                self._forget(pull)
+
+    def _conclude(self, request: Request) -> None:
+        """Report a request that has all its bytes, or that failed and cannot be written any more."""
+        ok = request.state is Load.PULLING and request.complete
+        failed = request.state is Load.ENDING and not request.may_be_written
+        if not (ok or failed) or not request.step(LoadEvent.FINISH):
+            return
+        request_id = request.asked.request_id
+        self._timers.disarm(request)
+        request.link.users -= 1
+        request.link.waiting.pop(request_id, None)
+        del self._requests[request_id]
+        if not ok and not request.cancelled:
+            self._out.append(Notice(Level.WARNING, f"request {request_id} was not loaded: {request.reason}"))
+        self._out.append(Report(request_id, ok, request.reason, request.cancelled))
+
+    def _on_settled(self, link: EngineLink, now: float) -> None:
+        waiting, link.waiting = link.waiting, {}
+        for request_id in waiting:
+            self._attach(self._requests[request_id], now)
+
+    # --- pulls -----------------------------------------------------------------------------------
+
+    def _on_answer(self, pull: PairPull, message: Waiting | Ready | Gone | Grant, now: float) -> None:
+        match message:
+            case Waiting():
+                if pull.stage is Stage.ASKED:
+                    self._asker.ask_later(pull, now + self._config.heartbeat_s)
+            case Ready():
+                if pull.step(StageEvent.READY):
+                    pull.backoff.heard(now)
+                    self._asker.claim(pull, now)
+            case Grant():
+                self._on_grant(pull, message, now)
+            case Gone():
+                self._on_gone(pull, message.reason, now)
+
+    def _on_gone(self, pull: PairPull, reason: GoneReason, now: float) -> None:
+        if pull.stage is Stage.ASKED and reason is GoneReason.OVERLOADED:
+            self._asker.ask_later(pull, now + self._config.resend_max_s)
+        elif reason is GoneReason.UNKNOWN_SESSION:
+            self._reconnect(pull, EXPLANATIONS[reason], now)
+        else:
+            self._fail(pull.request, f"{pull.name}: {EXPLANATIONS[reason]}")
+
+    def _on_grant(self, pull: PairPull, grant: Grant, now: float) -> None:
+        sent = pull.answered(grant.nonce)
+        if sent is None or pull.stage not in (Stage.CLAIMING, Stage.READING):
+            return
+        deadline = sent + grant.lease_s
+        if pull.stage is Stage.READING:
+            self._extend(pull, max(pull.deadline, deadline), now)
+        elif deadline <= now:
+            pull.backoff.heard(now)
+            self._asker.claim(pull, now)
+        elif wrong := wrong_grant(pull, grant):
+            self._fail(pull.request, f"{pull.name}: {wrong}")
+        else:
+            self._read(pull, grant, deadline)
+            self._asker.renew_later(pull, sent, now)
+
+    def _read(self, pull: PairPull, grant: Grant, deadline: float) -> None:
+        pull.step(StageEvent.GRANT)
+        pull.lease_s = grant.lease_s
+        pull.deadline = deadline
+        pull.request.producer_tag = grant.request_tag
+        pull.read_id = ReadId(next(self._counter))
+        self._reads[pull.read_id] = pull
+        asked = pull.request.asked
+        self._out.append(
+            StartRead(
+                read_id=pull.read_id,
+                request_id=asked.request_id,
+                producer=pull.welcome.identity,
+                transport_session=pull.welcome.transport_session,
+                plan=pull.plan,
+                ranges=asked.ranges,
+                producer_blocks=tuple(map(unpack_blocks, grant.blocks)),
+                consumer_blocks=asked.blocks,
+                deadline=deadline,
+            )
+        )
+
+    def _extend(self, pull: PairPull, deadline: float, now: float) -> None:
+        if pull.read_id is None or deadline <= pull.deadline or pull.stopped:
+            return
+        pull.deadline = deadline
+        self._out.append(ExtendRead(pull.read_id, deadline))
+        self._asker.renew_later(pull, deadline - pull.lease_s, now)
+
+    def _on_read(self, pull: PairPull, outcome: ReadOutcome) -> None:
+        failure = _failure(pull, outcome)
+        wild = not outcome.ok and not outcome.transport_dead
+        if pull.stage is Stage.READING and failure:
+            self._asker.cancel(pull)
+            pull.request.link.suspect |= not (outcome.ok or pull.stopped)
+        pull.step(StageEvent.WILD if wild else StageEvent.LOST if failure else StageEvent.READ)
+        self._timers.disarm(pull)
+        if wild and pull.read_id is not None:
+            self._out.append(FenceRead(pull.read_id, pull.welcome.transport_session))
+        else:
+            self._forget(pull)
+        if failure:
+            self._fail(pull.request, f"{pull.name}: {failure}")
+        self._conclude(pull.request)
+
+    def _pull_due(self, pull: PairPull, now: float) -> None:
+        if pull.stage is Stage.READING and now < pull.deadline:
+            self._asker.renew(pull, now)
+        elif pull.stage is Stage.READING:  # over; but the read may have returned in time
+            self._stop(pull)
+        elif pull.backoff.silent_for(now) < self._config.silence_s:
+            self._asker.ask(pull, now) if pull.stage is Stage.ASKED else self._asker.claim(pull, now)
+        elif pull.stage is Stage.ASKED:
+            self._reconnect(pull, self._silence(pull), now)
+        else:
+            self._fail(pull.request, f"{pull.name}: {self._silence(pull)}")
+
+    def _stop(self, pull: PairPull) -> None:
+        if pull.read_id is not None and not pull.stopped:
+            pull.stopped = True
+            self._out.append(StopRead(pull.read_id))
+
+    def _forget(self, pull: PairPull) -> None:
+        """No message and no read of this pull means anything any more."""
+        self._pulls.pop(pull.number, None)
+        if pull.read_id is not None:
+            self._reads.pop(pull.read_id, None)
+
+    def _silence(self, pull: PairPull) -> str:
+        return f"no answer to {pull.stage} for {self._config.silence_s:g} s; it is down, stopped or unreachable"
+
+    def _numbers(self) -> Iterator[PullId]:
+        while True:
+            number = PullId(self._draw() % 2**32)
+            if number not in self._pulls:
+                yield number
+
+    def _take(self, now: float) -> list[ConsumerEffect]:
+        while settled := self._links.take_settled():
+            for link in settled:
+                self._on_settled(link, now)
+        out = self._links.take_effects() + self._out
+        self._out.clear()
+        return out
+
+
+def _link_config(config: ConsumerConfig) -> LinkConfig:
+    return LinkConfig(
+        connect_timeout_s=config.connect_timeout_s,
+        resend_s=config.resend_s,
+        resend_max_s=config.resend_max_s,
+        refuse_cache_s=config.refuse_cache_s,
+        max_engines=config.max_engines,
+    )
+
+
+def _failure(pull: PairPull, outcome: ReadOutcome) -> str | None:
+    """Why a read does not count; None: it does."""
+    if outcome.returned_at > pull.deadline:
+        late_s = outcome.returned_at - pull.deadline
+        return f"the read returned {late_s:.3f} s after its lease ended; the blocks may have been reused meanwhile"
+    return None if outcome.ok else f"the read failed: {outcome.error or 'the engine gave no reason'}"
+
+
+def _whereabouts(request: Request) -> str:
+    if request.state is Load.CONNECTING:
+        return f"still connecting to {request.link.name}: {request.link.reason}"
+    return "; ".join(f"{pull.name}: {pull.stage}" for pull in request.pulls)

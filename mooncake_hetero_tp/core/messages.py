@@ -79,6 +79,8 @@ class GoneReason(IntEnum):
     """The producer is shutting down."""
     BAD_RANGES = 10
     """The Pull does not name one range per KV cache group of the producer, or reuses a pull number."""
+    OTHER_STATE = 11
+    """The state kept for a state group is not the one after the range's last token."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=1, array_like=True):
@@ -179,6 +181,8 @@ class Grant(msgspec.Struct, frozen=True, tag=5, array_like=True):
     pull: _Pull
     nonce: _Nonce
     lease_s: _LeaseS
+    request_tag: Number
+    """Stands for the producer's request; equal on all its ranks, so that parts of two are not mixed."""
     computed_tokens: Number
     blocks: Annotated[tuple[bytes, ...], Meta(max_length=MAX_GROUPS)]
 

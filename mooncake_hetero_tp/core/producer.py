@@ -1,17 +1,50 @@
-"""The producer rank's machine: sessions, kept transfers, pulls and their leases. No I/O."""
+"""The producer rank's machine: kept transfers, pulls of them and their leases. No I/O.
+
+Its promises, which the simulation holds it to:
+
+- FinishedSending exactly once per `keep`, never for anything else;
+- not while a granted lease is live, unless the lease's own consumer cancelled or released it;
+- a lease ends here `clock_drift` later than `lease_s` after its Claim or Renew was *received*, so never
+  before the consumer's deadline, which counts from when it *sent* them;
+- a pull that waits holds a table entry and nothing else (vllm#51236); every table is bounded.
+
+States and transitions are in `core/states.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mooncake_hetero_tp.core.effects import Kept, ProducerEffect
-from mooncake_hetero_tp.core.messages import ConsumerMessage
+from mooncake_hetero_tp.core.effects import FinishedSending, Kept, Level, Notice, ProducerEffect, Reply
+from mooncake_hetero_tp.core.handshake import compare as compare_tables
+from mooncake_hetero_tp.core.handshake import explain
+from mooncake_hetero_tp.core.leases import PullEntry, PullTable, Transfer, make_transfer, unreadable
+from mooncake_hetero_tp.core.messages import (
+    Cancel,
+    Claim,
+    ConsumerMessage,
+    Gone,
+    GoneReason,
+    Grant,
+    Hello,
+    ProducerMessage,
+    Pull,
+    Ready,
+    Refuse,
+    Release,
+    ReleaseAck,
+    Renew,
+    Waiting,
+)
 from mooncake_hetero_tp.core.regions import RankTable
-from mooncake_hetero_tp.types import Identity, Mismatch, TransferId
-
-Compare = Callable[[RankTable, RankTable], tuple[Mismatch, ...]]
-"""`core.handshake.compare(producer, consumer)`."""
+from mooncake_hetero_tp.core.sessions import Compare, Desk, Reception, Session, SessionTable, Validate
+from mooncake_hetero_tp.core.states import HOLD, Hold, HoldEvent, Offer, OfferEvent, after
+from mooncake_hetero_tp.core.tables import validate_table
+from mooncake_hetero_tp.core.timers import Timers
+from mooncake_hetero_tp.core.tombstones import Tombstones
+from mooncake_hetero_tp.types import Identity, RequestId, TransferId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,12 +56,15 @@ class ProducerConfig:
     lease_s: float = 30.0
     """How long a Claim or Renew holds the blocks."""
     clock_drift: float = 0.002
-    """Largest relative difference of the two sides' clock rates; leases end later here by this much."""
+    """Largest relative difference of the two sides' clock rates; leases end later here by this much.
+    NTP slews by at most 0.0005, crystals differ by less."""
     orphan_s: float = 60.0
-    """How long a pull of an unknown transfer waits without a sign of its consumer."""
+    """How long a pull of an unknown transfer waits without a sign of its consumer, which sends one
+    every `ConsumerConfig.heartbeat_s` (cap of vllm#51236)."""
     max_sessions: int = 4096
     max_pulls: int = 65536
     max_waiting: int = 16384
+    """Pulls of transfers that are not known yet."""
     max_tombstones: int = 65536
     null_block: int | None = 0
     """Block id that stands for a dropped page (vLLM: 0)."""
@@ -45,34 +81,370 @@ class ProducerMachine:
         config: ProducerConfig,
         *,
         draw: Callable[[], int],
-        compare: Compare,
-    ) -> None: ...
+        compare: Compare = compare_tables,
+        validate: Validate = validate_table,
+    ) -> None:
+        self._groups = table.groups
+        self._config = config
+        self._lease_s = config.lease_s * (1 + config.clock_drift)
+        self._sessions = SessionTable(config.max_sessions, draw)
+        desk = Desk(identity, table, transport_session, config.lease_s, compare, validate)
+        self._reception = Reception(desk, self._sessions)
+        self._kept: dict[TransferId, Transfer] = {}
+        self._pulls = PullTable()
+        self._tombs = Tombstones(config.max_tombstones, config.keep_s)
+        self._timers: Timers[Transfer | PullEntry] = Timers()
+        self._closing = False
+        self._out: list[ProducerEffect] = []
+
+    # --- inputs ----------------------------------------------------------------------------------
 
     def receive(self, peer: bytes, message: ConsumerMessage, now: float) -> list[ProducerEffect]:
-        raise NotImplementedError
+        """One message of a consumer rank or scheduler; answers go to `peer`."""
+        self._expire(now)
+        match message:
+            case Pull():
+                self._on_pull(peer, message, now)
+            case Claim() | Renew():
+                self._on_claim(peer, message, now)
+            case Cancel():
+                self._on_cancel(message, now)
+            case Release():
+                self._on_release(peer, message, now)
+            case Hello():
+                self._on_hello(peer, message)
+        return self._take()
 
     def keep(self, kept: Kept, now: float) -> list[ProducerEffect]:
-        raise NotImplementedError
+        """Keep the blocks of a finished prefill until FinishedSending names its request.
 
-    def mark_ready(self, transfer_id: TransferId, now: float) -> list[ProducerEffect]:
-        """The GPU has written the kept blocks."""
-        raise NotImplementedError
+        A transfer id that is in use here is refused: its second request is free at once.
 
-    def abort(self, transfer_id: TransferId, now: float) -> list[ProducerEffect]:
-        raise NotImplementedError
+        Raises:
+            LocalUsageError: not one block list per KV cache group, or ids that do not fit; nothing changes.
+        """
+        transfer = make_transfer(kept, self._groups)
+        self._expire(now)
+        if kept.transfer_id in self._kept:
+            self._notice(
+                Level.ERROR,
+                f"transfer id {kept.transfer_id}: still in use by request "
+                f"{self._kept[kept.transfer_id].request_id}; request {kept.request_id} is not handed over; "
+                f"the proxy must give live requests distinct transfer ids",
+            )
+        if kept.transfer_id in self._kept or self._closing or self._released_early(transfer):
+            self._out.append(FinishedSending(kept.request_id))
+        else:
+            self._adopt(transfer, now)
+            if kept.ready:
+                self._written(transfer, now)
+        return self._take()
+
+    def mark_ready(self, transfer_id: TransferId, request_id: RequestId, now: float) -> list[ProducerEffect]:
+        """The GPU has written the blocks kept for this request; ignored where it is kept no more."""
+        self._expire(now)
+        transfer = self._kept.get(transfer_id)
+        if transfer is not None and transfer.request_id == request_id:
+            self._written(transfer, now)
+        return self._take()
+
+    def abort(self, transfer_id: TransferId, request_id: RequestId, now: float) -> list[ProducerEffect]:
+        """The request will not be handed over (any more); everyone who waits is told at once (sglang#30233)."""
+        self._expire(now)
+        transfer = self._kept.get(transfer_id)
+        if transfer is None:
+            self._abort_unkept(transfer_id, now)
+        elif transfer.request_id == request_id:
+            self._end(transfer, GoneReason.ABORTED, now)
+        return self._take()
 
     def tick(self, now: float) -> list[ProducerEffect]:
-        raise NotImplementedError
+        """Do what is due."""
+        self._expire(now)
+        return self._take()
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do at the latest; None: nothing is timed."""
-        raise NotImplementedError
+        """When `tick` has something to do; None: nothing is timed."""
+        dues = [due for due in (self._timers.next_due(), self._tombs.next_due()) if due is not None]
+        return min(dues, default=None)
 
     def close(self, now: float) -> list[ProducerEffect]:
-        """Refuse what is new, tell waiters; granted leases run on (see `drained`)."""
-        raise NotImplementedError
+        """Refuse what is new, tell waiters; granted leases run on until `drained`."""
+        self._expire(now)
+        self._closing = True
+        for transfer in list(self._kept.values()):
+            self._end(transfer, GoneReason.CLOSING, now)
+        self._drop_all((pull for pull in self._pulls.all() if pull.state is Offer.WAITING), GoneReason.CLOSING)
+        return self._take()
 
     @property
     def drained(self) -> bool:
         """Whether nothing is kept, waiting or leased."""
-        raise NotImplementedError
+        return not self._kept and not self._pulls
+
+    def _on_hello(self, peer: bytes, hello: Hello) -> None:
+        if self._closing:  # silence: the consumer keeps asking until our successor answers
+            return
+        answer = self._reception.answer(hello)
+        if isinstance(answer, Refuse):
+            self._notice(Level.WARNING, f"refused consumer {hello.identity}:\n{explain(answer.mismatches)}")
+        self._out.append(Reply(peer, answer))
+
+    # --- pulls -----------------------------------------------------------------------------------
+
+    def _on_pull(self, peer: bytes, message: Pull, now: float) -> None:
+        session = self._sessions.use(message.session)
+        known = self._pulls.get(message.session, message.pull)
+        if session is None:
+            self._gone(peer, message, GoneReason.UNKNOWN_SESSION)
+        elif known is not None and known.transfer_id == message.transfer_id:
+            self._again(known, peer, now)
+        elif known is not None:
+            self._gone(peer, message, GoneReason.BAD_RANGES)
+        elif (reason := self._obstacle(session, message)) is not None:
+            self._gone(peer, message, reason)
+        else:
+            self._admit(peer, session, message, now)
+
+    def _obstacle(self, session: Session, message: Pull) -> GoneReason | None:
+        transfer = self._kept.get(message.transfer_id)
+        if self._closing:
+            return GoneReason.CLOSING
+        if len(message.ranges) != len(self._groups):
+            return GoneReason.BAD_RANGES
+        if transfer is None:
+            return self._obstacle_unkept(session, message)
+        if transfer.state is Hold.ENDING:
+            return transfer.end_reason
+        if session.tag in transfer.released_by:
+            return GoneReason.RELEASED
+        if len(self._pulls) >= self._config.max_pulls:
+            return GoneReason.OVERLOADED
+        return self._unreadable(transfer, message)
+
+    def _obstacle_unkept(self, session: Session, message: Pull) -> GoneReason | None:
+        tomb = self._tombs.get(message.transfer_id)
+        if tomb is not None and (session.tag in tomb.released_by or not tomb.early):
+            return tomb.reason
+        full = self._pulls.waiting >= self._config.max_waiting or len(self._pulls) >= self._config.max_pulls
+        return GoneReason.OVERLOADED if full else None
+
+    def _unreadable(self, transfer: Transfer, pull: Pull | PullEntry) -> GoneReason | None:
+        return unreadable(transfer, pull.ranges, self._groups, self._config.null_block)
+
+    def _admit(self, peer: bytes, session: Session, message: Pull, now: float) -> None:
+        pull = PullEntry(
+            key=(message.session, message.pull),
+            session=session,
+            peer=peer,
+            transfer_id=message.transfer_id,
+            request_id=message.request_id,
+            ranges=message.ranges,
+            never_at=now + self._config.keep_s,
+        )
+        self._pulls.add(pull)
+        self._again(pull, peer, now)
+
+    def _again(self, pull: PullEntry, peer: bytes, now: float) -> None:
+        """Answer a Pull, first or repeated; one that repeats after its Grant is a late duplicate."""
+        pull.peer = peer
+        transfer = self._kept.get(pull.transfer_id)
+        if transfer is None:
+            self._timers.arm(pull, min(now + self._config.orphan_s, pull.never_at))
+        if transfer is None or transfer.state is Hold.PENDING:
+            self._answer(pull, Waiting(*pull.key))
+        else:
+            self._offer(transfer, pull, now)
+
+    def _offer(self, transfer: Transfer, pull: PullEntry, now: float) -> None:
+        if not self._pulls.step(pull, OfferEvent.OFFER):
+            return
+        if transfer.state is Hold.LEASED:  # another reader's lease must not end under a fresh promise
+            self._hold(transfer, max(transfer.hold_until, now + self._lease_s))
+        self._answer(pull, Ready(*pull.key))
+
+    def _on_claim(self, peer: bytes, message: Claim | Renew, now: float) -> None:
+        if self._sessions.use(message.session) is None:
+            self._gone(peer, message, GoneReason.UNKNOWN_SESSION)
+            return
+        pull = self._pulls.get(message.session, message.pull)
+        transfer = self._kept.get(pull.transfer_id) if pull else None
+        if pull is None or transfer is None:
+            self._gone(peer, message, GoneReason.EXPIRED)
+            return
+        pull.peer = peer
+        event = OfferEvent.RENEW if isinstance(message, Renew) else OfferEvent.CLAIM
+        if after(HOLD, transfer.state, HoldEvent.CLAIM) is None:
+            self._answer(pull, Gone(*pull.key, transfer.end_reason))
+        elif self._pulls.step(pull, event):
+            self._grant(transfer, pull, message, now)
+
+    def _grant(self, transfer: Transfer, pull: PullEntry, message: Claim | Renew, now: float) -> None:
+        pull.lease_until = now + self._lease_s
+        first = transfer.state is Hold.OFFERED
+        self._move(transfer, HoldEvent.CLAIM)
+        self._hold(transfer, pull.lease_until if first else max(transfer.hold_until, pull.lease_until))
+        grant = Grant(
+            session=message.session,
+            pull=message.pull,
+            nonce=message.nonce,
+            lease_s=self._config.lease_s,
+            request_tag=zlib.crc32(transfer.request_id.encode()),
+            computed_tokens=transfer.computed_tokens,
+            blocks=transfer.packed if isinstance(message, Claim) else (),
+        )
+        self._answer(pull, grant)
+
+    def _on_cancel(self, message: Cancel, now: float) -> None:
+        pull = self._pulls.get(message.session, message.pull)
+        if pull is not None:
+            self._drop(pull)
+            self._settle(pull.transfer_id, now)
+
+    # --- transfers -------------------------------------------------------------------------------
+
+    def _released_early(self, transfer: Transfer) -> bool:
+        """Whether its readers released it before it came, and no other engine's pull waits for it."""
+        tomb = self._tombs.get(transfer.transfer_id)
+        if tomb is None or not tomb.early or self._pulls.of(transfer.transfer_id):
+            return False
+        tomb.early = False
+        return True
+
+    def _adopt(self, transfer: Transfer, now: float) -> None:
+        tomb = self._tombs.pop(transfer.transfer_id)
+        if tomb is not None and tomb.early:
+            transfer.released_by |= tomb.released_by
+        transfer.doubtful = tomb is not None and not tomb.released_by
+        self._kept[transfer.transfer_id] = transfer
+        self._hold(transfer, now + self._config.keep_s)
+        for pull in self._pulls.of(transfer.transfer_id):
+            self._timers.disarm(pull)
+            if (reason := self._unreadable(transfer, pull)) is not None:
+                self._drop(pull, reason)
+
+    def _written(self, transfer: Transfer, now: float) -> None:
+        if self._move(transfer, HoldEvent.WRITTEN):
+            for pull in self._pulls.of(transfer.transfer_id):
+                self._offer(transfer, pull, now)
+
+    def _on_release(self, peer: bytes, message: Release, now: float) -> None:
+        self._out.append(Reply(peer, ReleaseAck(message.number)))
+        if self._tombs.repeated(message.transfer_id, message.number, now):
+            return
+        transfer = self._kept.get(message.transfer_id)
+        if transfer is not None:
+            self._release_kept(transfer, message.consumer_tag, now)
+        else:
+            self._release_unkept(message.transfer_id, message.consumer_tag, now)
+
+    def _release_kept(self, transfer: Transfer, tag: int, now: float) -> None:
+        """End one consumer engine's interest; another's (a proxy retried elsewhere) keeps the blocks."""
+        transfer.add_release(tag)
+        pulls = self._pulls.of(transfer.transfer_id)
+        mine = [pull for pull in pulls if pull.session.tag == tag]
+        if transfer.doubtful and any(pull.holds_lease(now) for pull in mine):
+            self._end(transfer, GoneReason.RELEASED, now)
+            return
+        self._drop_all(mine, GoneReason.RELEASED)
+        if len(mine) == len(pulls):
+            self._free(transfer, GoneReason.RELEASED, now)
+        elif transfer.state is Hold.ENDING:
+            self._settle(transfer.transfer_id, now)
+        else:
+            leased = self._pulls.leased_until(transfer.transfer_id, now)
+            self._hold(transfer, max(leased, now + self._lease_s))
+
+    def _release_unkept(self, transfer_id: TransferId, tag: int, now: float) -> None:
+        pulls = self._pulls.of(transfer_id)
+        self._drop_all((pull for pull in pulls if pull.session.tag == tag), GoneReason.RELEASED)
+        tomb = self._tombs.get(transfer_id)
+        if tomb is None:
+            self._tombs.put(transfer_id, GoneReason.RELEASED, now, released_by={tag}, early=True)
+        else:
+            tomb.add_release(tag)
+
+    def _abort_unkept(self, transfer_id: TransferId, now: float) -> None:
+        self._drop_all(self._pulls.of(transfer_id), GoneReason.ABORTED)
+        tomb = self._tombs.get(transfer_id)
+        if tomb is None or tomb.early:
+            released = tomb.released_by if tomb else set()
+            self._tombs.put(transfer_id, GoneReason.ABORTED, now, released_by=released)
+
+    def _end(self, transfer: Transfer, reason: GoneReason, now: float) -> None:
+        """Tell every reader now; free it as soon as no granted lease is in the way."""
+        transfer.end_reason = reason
+        for pull in self._pulls.of(transfer.transfer_id):
+            if pull.holds_lease(now):
+                self._answer(pull, Gone(*pull.key, reason))
+            else:
+                self._drop(pull, reason)
+        if self._pulls.leased_until(transfer.transfer_id, now) > now:
+            self._move(transfer, HoldEvent.END)
+            self._settle(transfer.transfer_id, now)
+        else:
+            self._free(transfer, reason, now)
+
+    def _settle(self, transfer_id: TransferId, now: float) -> None:
+        """An ending transfer waits for its last granted lease, and for nothing else."""
+        transfer = self._kept.get(transfer_id)
+        if transfer is None or transfer.state is not Hold.ENDING:
+            return
+        until = self._pulls.leased_until(transfer_id, now)
+        if until > now:
+            self._hold(transfer, until)
+        else:
+            self._free(transfer, transfer.end_reason, now)
+
+    def _hold(self, transfer: Transfer, until: float) -> None:
+        transfer.hold_until = until
+        self._timers.arm(transfer, until)
+
+    def _free(self, transfer: Transfer, reason: GoneReason, now: float) -> None:
+        if not self._move(transfer, HoldEvent.FREE):
+            return
+        self._drop_all(self._pulls.of(transfer.transfer_id), reason)
+        self._timers.disarm(transfer)
+        del self._kept[transfer.transfer_id]
+        self._tombs.put(transfer.transfer_id, reason, now, released_by=transfer.released_by)
+        self._out.append(FinishedSending(transfer.request_id))
+
+    # --- common ----------------------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        for due in self._timers.expired(now):
+            if isinstance(due, Transfer):
+                self._free(due, due.end_reason, now)
+            else:
+                self._drop(due, GoneReason.NEVER_CAME)
+        self._tombs.expire(now)
+
+    def _drop_all(self, pulls: Iterable[PullEntry], reason: GoneReason) -> None:
+        """Drop pulls; those that were granted know from their own clock."""
+        for pull in pulls:
+            self._drop(pull, None if pull.state is Offer.LEASED else reason)
+
+    def _drop(self, pull: PullEntry, reason: GoneReason | None = None) -> None:
+        if self._pulls.step(pull, OfferEvent.DROP):
+            self._timers.disarm(pull)
+            if reason is not None:
+                self._answer(pull, Gone(*pull.key, reason))
+
+    def _move(self, transfer: Transfer, event: HoldEvent) -> bool:
+        state = after(HOLD, transfer.state, event)
+        if state is not None:
+            transfer.state = state
+        return state is not None
+
+    def _answer(self, pull: PullEntry, message: ProducerMessage) -> None:
+        self._out.append(Reply(pull.peer, message))
+
+    def _gone(self, peer: bytes, message: Pull | Claim | Renew, reason: GoneReason) -> None:
+        self._out.append(Reply(peer, Gone(message.session, message.pull, reason)))
+
+    def _notice(self, level: Level, text: str) -> None:
+        self._out.append(Notice(level, text))
+
+    def _take(self) -> list[ProducerEffect]:
+        out, self._out = self._out, []
+        return out
