@@ -1,0 +1,48 @@
+"""A connector for one test engine: on order, one byte of what it has pulled is flipped.
+
+Loaded by `kv_connector_module_path=tests.e2e.flipping`; the package itself has no such hook. An order
+is a file at `E2E_FLIP_ORDER`; the first read that ends after it appears takes it away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from mooncake_hetero_tp import connector
+from mooncake_hetero_tp.core.binding import Descriptors
+from mooncake_hetero_tp.io.engine import Deadline, MooncakeEngine, ReadTally
+
+ORDER_SETTING = "E2E_FLIP_ORDER"
+EXPONENT_BIT = 0x40
+"""In the last byte of a little-endian float32: the value changes by a factor of 2**128."""
+
+_read = MooncakeEngine.read
+
+
+def take_order() -> bool:
+    """Whether there was an order; exactly one caller in one process gets it."""
+    try:
+        Path(os.environ[ORDER_SETTING]).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def read_and_flip(
+    self: MooncakeEngine, transport_session: str, descriptors: Descriptors, *, deadline: Deadline
+) -> ReadTally:
+    """Read, then flip a bit of the last element that was read, if there is an order."""
+    tally = _read(self, transport_session, descriptors, deadline=deadline)
+    if descriptors.count and take_order():
+        last = int(descriptors.dst[-1]) + int(descriptors.length[-1]) - 1
+        ctypes.c_ubyte.from_address(last).value ^= EXPONENT_BIT
+    return tally
+
+
+MooncakeEngine.read = read_and_flip  # type: ignore[method-assign]
+
+
+class FlippingConnector(connector.MooncakeHeteroTPConnector):
+    """The connector under test, in a process whose engine flips."""
