@@ -73,12 +73,12 @@ def _read(path: Path) -> bytes:
 def _read_json(path: Path) -> Any:
     try:
         return msgspec.json.decode(_read(path))
-    except msgspec.DecodeError as error:
-        raise typer.BadParameter(f"{path} is not JSON: {error}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise typer.BadParameter(f"{path} is not JSON that can be read: {error}") from error
 
 
 def _read_rates(path: Path) -> Rates:
     try:
         return msgspec.json.decode(_read(path), type=Rates)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise typer.BadParameter(f"{path} holds no rates: {error}; expected descriptor_s and bytes_per_s") from error

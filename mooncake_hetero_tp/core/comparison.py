@@ -192,7 +192,8 @@ def _compare_regions(pair: RegionPair, producer: RankTable, consumer: RankTable)
 
 
 def _compare_layouts(producer: RankTable, consumer: RankTable, pairs: Sequence[RegionPair]) -> Iterator[Mismatch]:
-    pieces = [copy.run_bytes for copy in page_copies(producer, consumer, pairs) if copy.loops]
+    paged = [pair for pair in pairs if not consumer.groups[pair.consumer.group].is_state]
+    pieces = [copy.run_bytes for copy in page_copies(producer, consumer, paged) if copy.loops]
     if pieces and min(pieces) < TINY_RUN_BYTES:
         yield _fragments(min(pieces)).mismatch(
             *(f"{table.layout} at TP{table.tp_size}" for table in (producer, consumer))

@@ -741,7 +741,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "No such file" in capsys.readouterr().err
     assert main(["plan", str(tmp_path), "--json"]) == 1
     assert "directory" in capsys.readouterr().err
-    for text in ("", "{", "{'tp': 1}", "[1, 2"):
+    for text in ("", "{", "{'tp': 1}", "[1, 2", "[" * 100_000):
         assert run(tmp_path, text, "--json") == 1
         captured = capsys.readouterr()
         assert captured.out == ""
