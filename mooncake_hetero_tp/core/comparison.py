@@ -19,7 +19,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from mooncake_hetero_tp.core.copies import StridedCopy
 from mooncake_hetero_tp.core.pairing import RegionPair, make_pair_plan
 from mooncake_hetero_tp.core.plan import collapse, pair_mismatches
 from mooncake_hetero_tp.core.regions import Group, RankTable, Region, intersect
@@ -193,11 +192,10 @@ def _compare_regions(pair: RegionPair, producer: RankTable, consumer: RankTable)
 
 def _compare_layouts(producer: RankTable, consumer: RankTable, pairs: Sequence[RegionPair]) -> Iterator[Mismatch]:
     paged = [pair for pair in pairs if not consumer.groups[pair.consumer.group].is_state]
-    pieces = [copy.run_bytes for copy in page_copies(producer, consumer, paged) if copy.loops]
-    if pieces and min(pieces) < TINY_RUN_BYTES:
-        yield _fragments(min(pieces)).mismatch(
-            *(f"{table.layout} at TP{table.tp_size}" for table in (producer, consumer))
-        )
+    pages = [page for page in page_runs(producer, consumer, paged) if page.runs > page.parts]
+    shortest = min((page.shortest_bytes for page in pages), default=TINY_RUN_BYTES)
+    if shortest < TINY_RUN_BYTES:
+        yield _fragments(shortest).mismatch(*(f"{table.layout} at TP{table.tp_size}" for table in (producer, consumer)))
     elif producer.layout != consumer.layout:
         yield LAYOUT.mismatch(producer.layout, consumer.layout)
 
@@ -222,11 +220,21 @@ def group_pairs(producer: RankTable, consumer: RankTable, pairs: Sequence[Region
         yield producer.groups[ours], consumer.groups[theirs]
 
 
-def page_copies(producer: RankTable, consumer: RankTable, pairs: Sequence[RegionPair]) -> Iterator[StridedCopy]:
+class PageRuns(NamedTuple):
+    """The contiguous copies that one layer's page takes, between pages of two ranks."""
+
+    runs: int
+    parts: int
+    """Copies there would be if each unit cut of each component were contiguous."""
+    shortest_bytes: int
+
+
+def page_runs(producer: RankTable, consumer: RankTable, pairs: Sequence[RegionPair]) -> Iterator[PageRuns]:
     """What it takes to copy as many tokens as fit a page of both sides, for one layer of each geometry."""
     plan = make_pair_plan(consumer, producer, [pair for pair in pairs if pair.cuts])
     for same in plan.classes:
-        yield from same.template(min(same.geometry.src.page_tokens, same.geometry.dst.page_tokens))
+        page = same.one_member(min(same.geometry.src.page_tokens, same.geometry.dst.page_tokens))
+        yield PageRuns(page.length.size, len(same.geometry.parts), int(page.length.min()))
 
 
 def _components(table: RankTable) -> dict[str, Counter[str]]:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from mooncake_hetero_tp.core.comparison import compare, group_pairs, page_copies, pair_regions
+from mooncake_hetero_tp.core.comparison import compare, group_pairs, page_runs, pair_regions
 from mooncake_hetero_tp.core.pairing import RegionPair
 from mooncake_hetero_tp.core.plan import collapse, refuse
 from mooncake_hetero_tp.core.regions import RankTable
@@ -75,7 +75,7 @@ def agree(producer: RankTable, consumer: RankTable) -> Agreement:
         layers=tuple(dict.fromkeys(pair.consumer.layer for pair in pairs)),
         bytes_per_token=sum(pair.token_bytes for pair in pairs if not _is_state(pair, consumer)),
         bytes_per_slot=sum(pair.token_bytes * pair.consumer.token.count for pair in pairs if _is_state(pair, consumer)),
-        run_bytes=min((copy.run_bytes for copy in page_copies(producer, consumer, pairs)), default=0),
+        run_bytes=min((page.shortest_bytes for page in page_runs(producer, consumer, pairs)), default=0),
     )
 
 
