@@ -8,7 +8,7 @@ random bytes everywhere else.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from mooncake_hetero_tp.core.binding import Descriptors, bind
 from mooncake_hetero_tp.core.plan import PairPlan, plan_pulls, prove
+from mooncake_hetero_tp.core.regions import Buffer
 from mooncake_hetero_tp.core.tables import validate_table
 from mooncake_hetero_tp.types import Rank, TokenRange
 from tests.oracle_memory import (
@@ -111,6 +112,8 @@ class Pull:
         self.consumer.fill(self.consumer_blocks, ranges, expected)
         for plan in plans.values():
             descriptors = bind(plan, ranges, self.producer_blocks, self.consumer_blocks)
+            assert inside_one_buffer(descriptors.src, descriptors.length, plan.producer.buffers)
+            assert inside_one_buffer(descriptors.dst, descriptors.length, plan.consumer.buffers)
             read(descriptors)
             tally.descriptors += descriptors.count
             tally.bytes += descriptors.bytes
@@ -120,6 +123,14 @@ class Pull:
             raise AssertionError(
                 f"{wrong.size} bytes differ, the first at {int(wrong[0])}, rank {self.consumer.rank} of {self.case}"
             )
+
+
+def inside_one_buffer(starts: Ints, length: Ints, buffers: Sequence[Buffer]) -> bool:
+    """Whether each interval lies in one registered buffer, as a transfer engine demands."""
+    first = np.array([buffer.address for buffer in buffers])
+    end = np.array([buffer.end for buffer in buffers])
+    place = np.searchsorted(first, starts, side="right") - 1
+    return bool((place >= 0).all() and (starts + length <= end[place]).all())
 
 
 def build_producers(case: Case, arena: Arena) -> tuple[dict[Rank, RankMemory], list[Ints]]:

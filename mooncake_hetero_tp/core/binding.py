@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_hetero_tp.core.copies import ByteMap, Int64, StridedCopy, join_sorted, outer_sum
+from mooncake_hetero_tp.core.copies import ByteMap, Int64, StridedCopy, join_sorted, outer_sum, split_at
 from mooncake_hetero_tp.core.pairing import CopyClass, Geometry, PairPlan, Side
 from mooncake_hetero_tp.core.regions import RankTable, Region
 from mooncake_hetero_tp.core.runs import check_range, cut_runs
@@ -105,8 +105,24 @@ def _merged(parts: Sequence[ByteMap], plan: PairPlan) -> Descriptors:
     if dst.size > 1 and not bool((dst[1:] > dst[:-1]).all()):
         order = np.argsort(dst, kind="stable")
         src, dst, length = src[order], dst[order], length[order]
-    runs = join_sorted(ByteMap(src, dst, length), plan.src_seams, plan.dst_seams)
-    return Descriptors(runs.src, runs.dst, runs.length)
+    runs = join_sorted(ByteMap(src, dst, length))
+    return _within_buffers(Descriptors(runs.src, runs.dst, runs.length), plan)
+
+
+def _within_buffers(found: Descriptors, plan: PairPlan) -> Descriptors:
+    """Splits where one buffer ends and the next begins: a descriptor lies inside one registration.
+
+    Two allocations may happen to touch on both sides; merging and folded layers then run across.
+    """
+    if plan.src_seams.size:
+        found = _pieces(found, *split_at(found.src, found.length, plan.src_seams))
+    if plan.dst_seams.size:
+        found = _pieces(found, *split_at(found.dst, found.length, plan.dst_seams))
+    return found
+
+
+def _pieces(whole: Descriptors, owner: Int64, offset: Int64, length: Int64) -> Descriptors:
+    return Descriptors(whole.src[owner] + offset, whole.dst[owner] + offset, length)
 
 
 def _bind_class(members: CopyClass, runs: PageRuns) -> Iterator[ByteMap]:
@@ -187,7 +203,9 @@ def _token_runs(tokens: TokenRange, src: Side, dst: Side) -> PageRuns:
 def _whole_page_runs(tokens: TokenRange, src: Side, dst: Side) -> PageRuns:
     """Opaque pages move whole: the start must be a page border, the last page counts as full."""
     size = dst.page_tokens
-    if tokens.count and tokens.start % size:
+    if not tokens.count:
+        return _token_runs(tokens, src, dst)
+    if tokens.start % size:
         raise PlanError(
             f"group {dst.group.index}: tokens from {tokens.start} start inside a kernel page of {size} tokens "
             f"whose encoding is opaque; only whole pages can be read; round the range down to a page border"
@@ -262,10 +280,8 @@ def _split(descriptors: Descriptors, max_bytes: int) -> Descriptors:
         return descriptors
     pieces = -(-descriptors.length // max_bytes)
     owner = np.repeat(np.arange(descriptors.count), pieces)
-    first = np.cumsum(pieces) - pieces
-    offset = (np.arange(owner.size) - first[owner]) * max_bytes
-    length = np.minimum(descriptors.length[owner] - offset, max_bytes)
-    return Descriptors(descriptors.src[owner] + offset, descriptors.dst[owner] + offset, length)
+    offset = (np.arange(owner.size) - (np.cumsum(pieces) - pieces)[owner]) * max_bytes
+    return _pieces(descriptors, owner, offset, np.minimum(descriptors.length[owner] - offset, max_bytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,17 +141,13 @@ def canonical(src: Int64, dst: Int64, length: Int64) -> ByteMap:
     return join_sorted(ByteMap(src, dst, length))
 
 
-def join_sorted(runs: ByteMap, src_seams: Int64 | None = None, dst_seams: Int64 | None = None) -> ByteMap:
-    """Joins neighbours that touch on both sides; never across a gap nor across a seam.
-
-    `runs` is sorted by destination. Seams are addresses where one registered buffer ends and
-    another begins: a descriptor must lie inside one buffer even if both happen to touch.
+def join_sorted(runs: ByteMap) -> ByteMap:
+    """Joins neighbours that touch on both sides, never across a gap; `runs` is sorted by destination.
 
     Raises:
         PlanError: two runs write the same destination byte.
     """
-    ends = runs.dst[:-1] + runs.length[:-1]
-    gaps = runs.dst[1:] - ends
+    gaps = runs.dst[1:] - (runs.dst[:-1] + runs.length[:-1])
     if gaps.size and int(gaps.min()) < 0:
         at = int(gaps.argmin())
         raise PlanError(
@@ -159,11 +155,24 @@ def join_sorted(runs: ByteMap, src_seams: Int64 | None = None, dst_seams: Int64 
             f"and {int(runs.length[at + 1])} bytes overlap by {-int(gaps.min())}; nothing was written"
         )
     joins = (gaps == 0) & (runs.src[1:] - runs.src[:-1] == runs.length[:-1])
-    if src_seams is not None and src_seams.size:
-        joins &= ~np.isin(runs.src[1:], src_seams)
-    if dst_seams is not None and dst_seams.size:
-        joins &= ~np.isin(runs.dst[1:], dst_seams)
     if not joins.any():
         return runs
     heads = np.flatnonzero(np.concatenate(([True], ~joins)))
     return ByteMap(runs.src[heads], runs.dst[heads], np.add.reduceat(runs.length, heads))
+
+
+def split_at(starts: Int64, length: Int64, cuts: Int64) -> tuple[Int64, Int64, Int64]:
+    """Splits the intervals `[starts, starts + length)` at the sorted addresses `cuts` that lie inside.
+
+    Returns:
+        (owner, offset, length) of the pieces in order: which interval, and from where in it.
+    """
+    first_cut = np.searchsorted(cuts, starts, side="right")
+    pieces = np.searchsorted(cuts, starts + length, side="left") - first_cut + 1
+    owner = np.repeat(np.arange(starts.size), pieces)
+    place = np.arange(owner.size) - (np.cumsum(pieces) - pieces)[owner]
+    borders = np.concatenate((cuts, [0]))  # read, and not used, after the last cut
+    offset = np.where(place == 0, 0, borders[first_cut[owner] + place - 1] - starts[owner])
+    last = place == pieces[owner] - 1
+    end = np.where(last, length[owner], borders[first_cut[owner] + place] - starts[owner])
+    return owner, offset, end - offset

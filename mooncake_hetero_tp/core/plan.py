@@ -294,7 +294,7 @@ def _minus(span: Span, start: int, count: int) -> Iterable[Span]:
 def _uncovered(region: Region, demand: Demand, missing: Spans) -> Mismatch:
     lacking = ", ".join(f"{span.global_start}..{span.global_start + span.count - 1}" for span in missing)
     if not demand[1]:
-        return _differs(region, "layer set", "no such layer component", region.name, "it would stay unread")
+        return _differs(region, "layer set", "no such layer component", "it", "it would stay unread")
     offered = ", ".join(
         f"{rank}: {span.global_start}..{span.global_start + span.count - 1}"
         for rank, spans in demand[1]

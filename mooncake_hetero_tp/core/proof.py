@@ -10,7 +10,7 @@ requests.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
@@ -81,12 +81,8 @@ def _prove_inside(region: Region, buffers: Iterable[Buffer], whose: str) -> None
 def _prove_classes_hold(plan: PairPlan, rank: Rank) -> None:
     """The classes hold exactly the plan's pairs."""
     held = [pair for members in plan.classes for member in members.members for pair in member]
-    if sorted(map(_identity, held)) != sorted(map(_identity, plan.pairs)):
+    if Counter(held) != Counter(plan.pairs):
         raise PlanError(f"producer rank {rank}: the plan's copy classes do not hold each of its pairs once")
-
-
-def _identity(pair: RegionPair) -> tuple[str, str, int, int]:
-    return (pair.consumer.layer, pair.consumer.component, pair.consumer.base, pair.producer.base)
 
 
 def _prove_class(members: CopyClass, rank: Rank) -> None:

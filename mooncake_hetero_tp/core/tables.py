@@ -85,6 +85,9 @@ def _check_counts(region: Region) -> None:
     elements = region.unit.count * region.token.count * region.channel.count
     if elements > MAX_PAGE_ELEMENTS:
         raise _fail(region, f"at most {MAX_PAGE_ELEMENTS} elements a page", elements)
+    strides = (region.block_stride, region.unit.stride, region.token.stride, region.channel.stride)
+    if min(strides) < 0 or max(strides) > MAX_ADDRESS:
+        raise _fail(region, f"strides from 0 to {MAX_ADDRESS}", strides)
     if not 0 <= region.base <= MAX_ADDRESS:
         raise _fail(region, f"0 <= base <= {MAX_ADDRESS}", region.base)
 
