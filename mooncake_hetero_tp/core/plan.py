@@ -137,8 +137,9 @@ def _unlike(
     held: Mapping[Rank, Mapping[Key, Region]],
 ) -> Iterable[Mismatch]:
     for rank, regions in held.items():
-        for key in wanted.keys() & regions.keys():
-            yield from pair_mismatches(consumer, wanted[key], producers[rank], regions[key])
+        for key in wanted:
+            if key in regions:
+                yield from pair_mismatches(consumer, wanted[key], producers[rank], regions[key])
 
 
 def pair_mismatches(consumer: RankTable, want: Region, producer: RankTable, have: Region) -> Iterable[Mismatch]:
@@ -234,10 +235,10 @@ def _cover(
         demands[(region.spans, offers)].append(key)
     missing = {demand: demand[0] for demand in demands}
     chosen: dict[Rank, dict[Key, tuple[UnitCut, ...]]] = {}
-    while rank := _best_rank(held, demands, missing, prefer):
-        taken = chosen.setdefault(rank[0], {})
+    while (rank := _best_rank(held, demands, missing, prefer)) is not None:
+        taken = chosen.setdefault(rank, {})
         for demand, keys in demands.items():
-            if cuts := _takes(demand, missing[demand], rank[0]):
+            if cuts := _takes(demand, missing[demand], rank):
                 missing[demand] = _without(missing[demand], cuts)
                 taken |= dict.fromkeys(keys, cuts)
     lacking = [
@@ -254,8 +255,8 @@ def _best_rank(
     demands: Mapping[Demand, Sequence[Key]],
     missing: Mapping[Demand, Spans],
     prefer: int,
-) -> tuple[Rank, ...]:
-    """The rank to take next as a 1-tuple; empty when no rank adds anything."""
+) -> Rank | None:
+    """The rank to take next; None when no rank adds anything."""
     gains: dict[Rank, int] = {}
     for rank in held:
         gains[rank] = sum(
@@ -264,7 +265,7 @@ def _best_rank(
         )
     most = max(gains.values(), default=0)
     equals = [rank for rank, gain in gains.items() if gain == most]
-    return (equals[prefer % len(equals)],) if most else ()
+    return equals[prefer % len(equals)] if most else None
 
 
 def _takes(demand: Demand, missing: Spans, rank: Rank) -> tuple[UnitCut, ...]:

@@ -18,7 +18,8 @@ import numpy as np
 from mooncake_hetero_tp.core.copies import ByteMap, canonical
 from mooncake_hetero_tp.core.pairing import CopyClass, PairPlan, RegionPair, pair_elements
 from mooncake_hetero_tp.core.regions import Buffer, RankTable, Region, extent
-from mooncake_hetero_tp.errors import PlanError
+from mooncake_hetero_tp.core.tables import validate_table
+from mooncake_hetero_tp.errors import PeerProtocolError, PlanError
 from mooncake_hetero_tp.types import Rank
 
 
@@ -29,8 +30,12 @@ def prove(consumer: RankTable, plans: Mapping[Rank, PairPlan], *, optional: Coll
 
     Raises:
         PlanError: a unit that nobody or two read, a copy that is not exactly the elements of its
-            regions, a region outside the registered buffers. Nothing has been written.
+            regions, regions that share bytes or leave the registered buffers. Nothing has been written.
     """
+    try:
+        validate_table(consumer)
+    except PeerProtocolError as error:
+        raise PlanError(f"the consumer's own table: {error}") from error
     _prove_units(consumer, plans, optional)
     for rank, plan in plans.items():
         for pair in plan.pairs:

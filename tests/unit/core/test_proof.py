@@ -182,3 +182,12 @@ def test_pages_outside_of_registered_memory(consumer: RankTable, plans: Plans, s
     plans[Rank(tp=2)] = make_pair_plan(tables["consumer"], tables["producer"], plan.pairs)
     with pytest.raises(PlanError, match=f"layers.2/v: bytes .* leave every registered buffer of (the )?{side}"):
         prove(consumer, plans)
+
+
+def test_regions_of_the_consumer_that_share_bytes(consumer: RankTable, plans: Plans) -> None:
+    first, second, *others = consumer.regions
+    shared = msgspec.structs.replace(
+        consumer, regions=(first, msgspec.structs.replace(second, base=first.base), *others)
+    )
+    with pytest.raises(PlanError, match=r"the consumer's own table: region layers.0/v: expected bytes of its own"):
+        prove(shared, plans)
