@@ -79,7 +79,7 @@ SETTINGS: tuple[_Setting, ...] = (
         name="lease_s",
         kind=float,
         default=30.0,
-        low=1,
+        low=6,
         high=3600,
         meaning="seconds for which a consumer may read granted blocks before it must renew",
     ),

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from mooncake_hetero_tp.core.effects import Kept, PullRequest
-from mooncake_hetero_tp.types import RequestId, TransferId
+from mooncake_hetero_tp.io.work import Handover
+from mooncake_hetero_tp.types import RequestId
 
 
 @dataclass
@@ -16,8 +17,8 @@ class StepMetadata(KVConnectorMetadata):
 
     kept: list[Kept] = field(default_factory=list)
     """Producer: prefills that finished; `ready` is the worker's to decide."""
-    aborted: list[TransferId] = field(default_factory=list)
-    """Producer: transfers that will never be handed over."""
+    aborted: list[Handover] = field(default_factory=list)
+    """Producer: requests that will never be handed over."""
     pulls: list[PullRequest] = field(default_factory=list)
     """Consumer: loads to start."""
     cancelled: list[RequestId] = field(default_factory=list)

@@ -105,11 +105,28 @@ def total_kv_heads(engine: Engine, name: str, spec: Any) -> int:
     """
     if engine.place.tp_size == 1:
         return int(spec.num_kv_heads)
+    if _is_draft(engine, name, spec):
+        return int(_draft_arch(engine, name).total_num_kv_heads)
     arch = engine.vllm_config.model_config.model_arch_config
     index = _layer_index(name)
-    if getattr(spec, "is_draft", False) or (index is not None and index >= arch.total_num_hidden_layers):
-        return int(_draft_arch(engine, name).total_num_kv_heads)
     return int((arch if index is None else arch[index]).total_num_kv_heads)
+
+
+def draft_layers(engine: Engine) -> frozenset[str]:
+    """Layers of a draft model: a peer without one may still serve the others."""
+    return frozenset(
+        name
+        for group in engine.kv_cache_config.transfer_groups
+        for name, spec in layer_specs(group)
+        if _is_draft(engine, name, spec)
+    )
+
+
+def _is_draft(engine: Engine, name: str, spec: Any) -> bool:
+    """By vLLM 0.33's own mark, or because the layer's number lies past the model's."""
+    index = _layer_index(name)
+    layers = engine.vllm_config.model_config.model_arch_config.total_num_hidden_layers
+    return bool(getattr(spec, "is_draft", False)) or (index is not None and index >= layers)
 
 
 def _layer_index(name: str) -> int | None:

@@ -11,6 +11,7 @@ import numpy as np
 from vllm.v1.request import RequestStatus
 
 from mooncake_hetero_tp.core.effects import Kept
+from mooncake_hetero_tp.io.work import Handover
 from mooncake_hetero_tp.types import EngineId, RequestId, TransferId
 from mooncake_hetero_tp.vllm_adapter.metadata import StepMetadata
 from mooncake_hetero_tp.vllm_adapter.params import PrefillOrder, answer, mint_transfer_id
@@ -112,7 +113,7 @@ class ProducerSide:
         """Tell waiting consumers at once, unless a sibling still hands over."""
         self._forget(prefill)
         if prefill.transfer_id is not None and prefill.transfer_id not in self._holders:
-            step.aborted.append(prefill.transfer_id)
+            step.aborted.append(Handover(prefill.transfer_id, prefill.request_id))
 
     def _forget(self, prefill: _Prefill) -> None:
         if prefill.transfer_id is None:

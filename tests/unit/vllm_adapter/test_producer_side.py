@@ -56,14 +56,14 @@ def test_everything_else_frees_and_tells_the_consumer(status: RequestStatus) -> 
     producer, step, request = side(), StepMetadata(), make_request("r", 70, PREFILL)
     arrive(producer, request)
     assert producer.finished(finish(request, status, computed=32), BLOCKS, step) == (False, None)
-    assert (step.kept, step.aborted) == ([], ["t1"])
+    assert (step.kept, step.aborted) == ([], [("t1", "r")])
 
 
 def test_a_request_without_blocks_is_given_up() -> None:
     producer, step, request = side(), StepMetadata(), make_request("r", 70, PREFILL)
     arrive(producer, request)
     assert producer.finished(finish(request, RequestStatus.FINISHED_STOPPED), [[], []], step) == (False, None)
-    assert step.aborted == ["t1"]
+    assert step.aborted == [("t1", "r")]
 
 
 def test_an_unknown_request_is_not_ours() -> None:
@@ -124,7 +124,7 @@ def test_when_all_siblings_abort_the_consumer_hears_it_once() -> None:
         arrive(producer, child)
     for child in children:
         producer.finished(finish(child, RequestStatus.FINISHED_ABORTED), BLOCKS, step)
-    assert step.aborted == ["t1"]
+    assert step.aborted == [("t1", "1_r")]
 
 
 def test_another_prompt_under_a_live_id_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -152,7 +152,7 @@ def test_an_id_may_be_used_again_after_hand_off_or_abort() -> None:
     assert producer.finished(finish(last, RequestStatus.FINISHED_STOPPED), BLOCKS, step)[0]
     producer.sent("c")
     producer.sent("never kept")
-    assert not (producer._holders or producer._kept or producer._running)
+    assert [producer._holders, producer._kept, producer._running] == [{}, {}, {}]
 
 
 def test_the_prompt_is_truncated_once_where_old_pages_are_dropped() -> None:
