@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from mooncake_hetero_tp.core.binding import Descriptors
+from mooncake_hetero_tp.core.binding import Descriptors, bind
+from mooncake_hetero_tp.core.regions import Buffer, Span
 from mooncake_hetero_tp.errors import ConfigError
+from mooncake_hetero_tp.io.transfer import Deadline
+from mooncake_hetero_tp.testing import LoopbackEngine, LoopbackFabric
 from mooncake_hetero_tp.types import Rank, TokenRange
 from tests.oracle import (
     BLOCKS,
@@ -29,6 +33,7 @@ from tests.oracle import (
     run_case,
 )
 from tests.oracle_memory import PAGE_ENCODINGS, VLLM_LAYOUTS, Arena, Layer, SideSpec, build_rank
+from tests.tables import planned, region, table
 
 RANDOM_CASES = 2_400
 CHUNKS = 8
@@ -45,12 +50,29 @@ def read(arenas: tuple[Arena, Arena]) -> Reader:
     return loopback_reader(*arenas)
 
 
+@pytest.fixture(scope="module")
+def engine_read(arenas: tuple[Arena, Arena]) -> Iterator[Reader]:
+    """Through the shipped loopback engine, which copies the descriptors of a call in random order."""
+    fabric = LoopbackFabric()
+    engines = (LoopbackEngine(fabric), LoopbackEngine(fabric))
+    for engine, arena in zip(engines, arenas, strict=True):
+        engine.register([Buffer(arena.address, arena.memory.size)])
+    engines[1].reorder(seed=1)
+
+    def read(descriptors: Descriptors) -> None:
+        engines[1].read(engines[0].transport_session, descriptors, deadline=Deadline(time.monotonic() + 60.0))
+
+    yield read
+    for engine in engines:
+        engine.close()
+
+
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_hand_overs_equal_the_oracle(chunk: int, arenas: tuple[Arena, Arena], read: Reader) -> None:
+def test_random_hand_overs_equal_the_oracle(chunk: int, arenas: tuple[Arena, Arena], engine_read: Reader) -> None:
     size = RANDOM_CASES // CHUNKS
     for seed in range(chunk * size, (chunk + 1) * size):
         case = draw_case(seed)
-        tally = run_case(case, arenas, read)  # the case, with its seed, is in the failure's message
+        tally = run_case(case, arenas, engine_read)  # the case, with its seed, is in the failure's message
         assert tally.bytes or len(case.layers) < case.consumer.pp
 
 
@@ -165,6 +187,46 @@ def _all_ranges(case: Case, ranges: list[TokenRange], arenas: tuple[Arena, Arena
             pull.run(plans, read, Tally())
             moved += 1
     return moved
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
+def test_field_case_is_exact_under_either_layout(layout: str, arenas: tuple[Arena, Arena], read: Reader) -> None:
+    """Two KV heads, block 1,568, 12 layers, TP1 -> TP2 (vllm#59594); the head size is cut down to 2 to be quick."""
+    layers = tuple(Layer(f"layers.{i}.attn", "attention", 2, 2) for i in range(12))
+    producer = SideSpec(layout=layout, block_size=1_568, kernel_block_size=1_568, num_blocks=4)
+    case = Case(producer, replace(producer, tp=2), layers, 2, TokenRange(700, 3_000))
+    tally = run_case(case, arenas, read)
+    assert tally.bytes == 2_300 * 12 * 2 * 2 * 2 * 2
+    assert tally.descriptors == 2 * 12 * (2 if layout == "BLHNC" else 2_300)
+
+
+def test_opaque_pages_arrive_byte_for_byte(arenas: tuple[Arena, Arena], read: Reader) -> None:
+    """Content whose inner order nobody knows: whole pages, the half-filled last one included, cut between heads."""
+    noise = np.random.default_rng(3)
+    tables = []
+    for arena, heads, first in zip(arenas, (4, 2), (0, 2), strict=True):
+        arena.reset()
+        address, memory = arena.take(8 * heads * 64)
+        memory[:] = noise.integers(0, 256, memory.size, np.uint8)
+        spans = (Span(0, first, heads),)
+        held = region(
+            "l",
+            "kv",
+            base=address,
+            pages=(8, heads * 64),
+            token=(4, 16),
+            spans=spans,
+            unit=64,
+            channels=16,
+            encoding="opaque:X",
+        )
+        tables.append(table([held]))
+    pages = arenas[0].memory[: 8 * 256].reshape(8, 4, 64)
+    expected = arenas[1].memory[: 8 * 128].reshape(8, 2, 64).copy()
+    expected[[5, 1]] = pages[[6, 3], 2:]
+    plan = planned(tables[1], {Rank(): tables[0]})[Rank()]
+    read(bind(plan, [TokenRange(4, 9)], [np.array([0, 6, 3])], [np.array([0, 5, 1])]))
+    assert np.array_equal(arenas[1].memory[: 8 * 128].reshape(8, 2, 64), expected)
 
 
 def test_producer_to_consumer_and_back_is_the_identity(arenas: tuple[Arena, Arena]) -> None:
