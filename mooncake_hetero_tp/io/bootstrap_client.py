@@ -120,35 +120,50 @@ def query(bootstrap: str, engine_id: EngineId, *, timeout_s: float) -> ResolvedE
 
     `bootstrap` is what the proxy sent: a URL, with or without scheme and path.
     """
+    try:
+        return _pick(bootstrap, engine_id, _entries(bootstrap, timeout_s))
+    except ConfigError as error:
+        return ResolveFailed(bootstrap, engine_id, str(error))
 
-    def failed(reason: str) -> ResolveFailed:
-        return ResolveFailed(bootstrap, engine_id, reason)
 
+def list_engines(bootstrap: str, *, timeout_s: float) -> list[ResolvedEngine]:
+    """Every engine the bootstrap server knows, by data-parallel rank; one may have no worker yet.
+
+    Raises:
+        ConfigError: no answer in time, or one that is no list of workers; names the server.
+    """
+    return [_resolved(bootstrap, dp, entry) for dp, entry in sorted(_entries(bootstrap, timeout_s).items())]
+
+
+def _entries(bootstrap: str, timeout_s: float) -> dict[int, _Entry]:
+    """What `/query` answers, by data-parallel rank.
+
+    Raises:
+        ConfigError: there is no answer, or it is no list of workers.
+    """
     try:
         answer = _exchange("GET", _url(bootstrap, "/query"), None, timeout_s)
     except (OSError, ValueError) as error:
-        return failed(f"the bootstrap server at {bootstrap} does not answer: {error}")
+        raise ConfigError(f"the bootstrap server at {bootstrap} does not answer: {error}") from error
     if answer.status != http.HTTPStatus.OK:
-        return failed(f"the bootstrap server at {bootstrap} answers {answer.status}")
+        raise ConfigError(f"the bootstrap server at {bootstrap} answers {answer.status}")
     try:
-        entries = msgspec.json.decode(answer.body, type=dict[int, _Entry], strict=False)
-        return _pick(bootstrap, engine_id, entries)
-    except (msgspec.DecodeError, UnicodeError, ValueError) as error:
-        return failed(f"the bootstrap server at {bootstrap} sends no list of workers: {error}")
+        return msgspec.json.decode(answer.body, type=dict[int, _Entry], strict=False)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise ConfigError(_no_list(bootstrap, error)) from error
+
+
+def _no_list(bootstrap: str, why: object) -> str:
+    return f"the bootstrap server at {bootstrap} sends no list of workers: {why}"
 
 
 def _pick(bootstrap: str, engine_id: EngineId, entries: dict[int, _Entry]) -> ResolvedEngine | ResolveFailed:
     for dp, entry in sorted(entries.items()):
         if entry.engine_id == engine_id:
-            addresses = {
-                Rank(dp=dp, pp=pp, tp=tp): address
-                for tp, row in sorted(entry.worker_addr.items())
-                for pp, address in sorted(row.items())
-            }
-            _check_addresses(addresses)
-            known = entry.incarnations
-            incarnations = {rank: known.get(rank.tp, {}).get(rank.pp) for rank in addresses}
-            return ResolvedEngine(bootstrap, engine_id, addresses, incarnations)
+            found = _resolved(bootstrap, dp, entry)
+            if not found.addresses:
+                raise ConfigError(_no_list(bootstrap, "expected at least one worker, got 0"))
+            return found
     engines = ", ".join(sorted({entry.engine_id for entry in entries.values()})) or "none"
     return ResolveFailed(
         bootstrap,
@@ -158,9 +173,25 @@ def _pick(bootstrap: str, engine_id: EngineId, entries: dict[int, _Entry]) -> Re
     )
 
 
+def _resolved(bootstrap: str, dp: int, entry: _Entry) -> ResolvedEngine:
+    """Raises ConfigError for addresses no worker can have."""
+    addresses = {
+        Rank(dp=dp, pp=pp, tp=tp): address
+        for tp, row in sorted(entry.worker_addr.items())
+        for pp, address in sorted(row.items())
+    }
+    try:
+        _check_addresses(addresses)
+    except ValueError as error:
+        raise ConfigError(_no_list(bootstrap, error)) from error
+    known = entry.incarnations
+    incarnations = {rank: known.get(rank.tp, {}).get(rank.pp) for rank in addresses}
+    return ResolvedEngine(bootstrap, entry.engine_id, addresses, incarnations)
+
+
 def _check_addresses(addresses: dict[Rank, str]) -> None:
-    if not 1 <= len(addresses) <= _MAX_RANKS:
-        raise ValueError(f"expected 1 to {_MAX_RANKS} workers, got {len(addresses)}")
+    if len(addresses) > _MAX_RANKS:
+        raise ValueError(f"expected at most {_MAX_RANKS} workers, got {len(addresses)}")
     for rank, address in addresses.items():
         if len(address) > 512 or not _ADDRESS.fullmatch(address):
             raise ValueError(f"worker {rank}: expected tcp://host:port, got {address[:100]!r}")
