@@ -126,13 +126,13 @@ def query(bootstrap: str, engine_id: EngineId, *, timeout_s: float) -> ResolvedE
         return ResolveFailed(bootstrap, engine_id, str(error))
 
 
-def list_engines(bootstrap: str, *, timeout_s: float) -> list[ResolvedEngine]:
+def list_engines(bootstrap: str, *, timeout_s: float) -> dict[int, ResolvedEngine]:
     """Every engine the bootstrap server knows, by data-parallel rank; one may have no worker yet.
 
     Raises:
         ConfigError: no answer in time, or one that is no list of workers; names the server.
     """
-    return [_resolved(bootstrap, dp, entry) for dp, entry in sorted(_entries(bootstrap, timeout_s).items())]
+    return {dp: _resolved(bootstrap, dp, entry) for dp, entry in sorted(_entries(bootstrap, timeout_s).items())}
 
 
 def _entries(bootstrap: str, timeout_s: float) -> dict[int, _Entry]:

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 TIMEOUT_SETTING = "MC_TRANSFER_TIMEOUT"
 _SHORTEST_TIMEOUT_S = 5
 """Mooncake takes a shorter MC_TRANSFER_TIMEOUT for this one."""
+_chosen: dict[str, str] = {}
+"""What was set here and not by the operator, so that another engine with another lease may set it again."""
 _CLOSE_S = 15.0
 _BUILDS = {
     "mooncake-transfer-engine": "cuda12",
@@ -210,7 +212,7 @@ def set_transfer_timeout(lease_s: float) -> int:
         ConfigError: the operator's value is no number or not below the lease.
     """
     given = os.environ.get(TIMEOUT_SETTING)
-    if given is None:
+    if given is None or given == _chosen.get(TIMEOUT_SETTING):
         return _choose_timeout(lease_s)
     if not given.isdecimal():
         raise ConfigError(f"{TIMEOUT_SETTING}={given!r}: expected whole seconds below the lease of {lease_s:g} s")
@@ -224,7 +226,7 @@ def set_transfer_timeout(lease_s: float) -> int:
 
 def _choose_timeout(lease_s: float) -> int:
     chosen = max(_SHORTEST_TIMEOUT_S, int(lease_s * 2 / 3))
-    os.environ[TIMEOUT_SETTING] = str(chosen)
+    os.environ[TIMEOUT_SETTING] = _chosen[TIMEOUT_SETTING] = str(chosen)
     if chosen >= lease_s:
         logger.warning(
             "the lease of %g s is shorter than Mooncake's shortest timeout, %d s: a stuck read holds its pages "

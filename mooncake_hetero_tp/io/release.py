@@ -60,7 +60,7 @@ class ReleaseClient:
         if self._loop is not None:
             return
         channel = ControlChannel()
-        self._actor = _Releaser(self._machine, channel, self._resolve)
+        self._actor = _Releaser(self._machine, channel, self._resolve, self._close_timeout_s)
         self._loop = Loop("mht-release", channel, self._actor, self._clock)
         self._loop.start()
 
@@ -76,8 +76,8 @@ class ReleaseClient:
             logger.error("release of transfer %s: the release thread has ended", transfer_id)
 
     def close(self) -> None:
-        """Send what is outstanding once more, then end the thread and its sockets. Bounded; idempotent."""
-        if self._loop is not None and not self._loop.stop(self._close_timeout_s):
+        """Wait a little for what is outstanding, send the rest once more, end the thread. Bounded; idempotent."""
+        if self._loop is not None and not self._loop.stop(self._close_timeout_s + 1.0):
             logger.error("the release thread did not end in time")
         self._resolvers.close(_QUERY_JOIN_S, drop_queued=True)
 
@@ -99,7 +99,15 @@ class ReleaseClient:
 class _Releaser:
     """The loop's actor around the ReleaserMachine."""
 
-    def __init__(self, machine: ReleaserMachine, channel: ControlChannel, resolve: Callable[[Resolve], None]) -> None:
+    def __init__(
+        self,
+        machine: ReleaserMachine,
+        channel: ControlChannel,
+        resolve: Callable[[Resolve], None],
+        close_timeout_s: float,
+    ) -> None:
+        self._close_timeout_s = close_timeout_s
+        self._give_up_at: float | None = None
         self._machine = machine
         self._channel = channel
         self._resolve = resolve
@@ -122,12 +130,15 @@ class _Releaser:
 
     def tick(self, now: float) -> None:
         self._perform(self._machine.tick(now), now)
+        if self._give_up_at is not None and now >= self._give_up_at:
+            self._perform(self._machine.close(now), now)
 
     def next_deadline(self) -> float | None:
-        return self._machine.next_deadline()
+        dues = [due for due in (self._machine.next_deadline(), self._give_up_at) if due is not None]
+        return min(dues, default=None)
 
     def closing(self, now: float) -> None:
-        self._perform(self._machine.close(now), now)
+        self._give_up_at = now + self._close_timeout_s
 
     def drained(self) -> bool:
         return self._machine.drained

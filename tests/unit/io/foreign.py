@@ -1,0 +1,65 @@
+"""A stand-in for `mooncake.engine.TransferEngine`: records calls, answers with the codes it was given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from itertools import count
+
+import numpy as np
+
+from mooncake_hetero_tp.core.binding import Descriptors
+from mooncake_hetero_tp.core.regions import Buffer
+
+BUFFERS = (Buffer(0x10000, 0x1000), Buffer(0x20000, 0x2000))
+
+
+def descriptors(number: int, length: int = 16) -> Descriptors:
+    """`number` reads of `length` bytes each, side by side."""
+    offsets = np.arange(number, dtype=np.int64) * length
+    return Descriptors(0x90000 + offsets, 0x10000 + offsets, np.full(number, length, np.int64))
+
+
+class FakeForeign:
+    """One foreign engine. `codes` are the answers of the next reads; after them every read succeeds."""
+
+    ports = count(20000)
+
+    def __init__(self, codes: Iterable[int] = (), *, fail_registration_of: int | None = None) -> None:
+        self.codes = list(codes)
+        self.reads: list[int] = []
+        self.registered: list[int] = []
+        self.unregistered: list[int] = []
+        self.port = next(self.ports)
+        self.gate: threading.Event | None = None
+        self.inside = 0
+        self.most_inside = 0
+        self._fail_registration_of = fail_registration_of
+        self._lock = threading.Lock()
+
+    def get_rpc_port(self) -> int:
+        return self.port
+
+    def register_memory(self, buffer_addr: int, capacity: int) -> int:
+        if self._fail_registration_of == len(self.registered):
+            return -12
+        self.registered.append(buffer_addr)
+        return 0
+
+    def unregister_memory(self, buffer_addr: int) -> int:
+        self.unregistered.append(buffer_addr)
+        return 0
+
+    def batch_transfer_sync_read(
+        self, target: str, buffers: list[int], peer_buffers: list[int], lengths: list[int]
+    ) -> int:
+        with self._lock:
+            self.reads.append(len(lengths))
+            self.inside += len(lengths)
+            self.most_inside = max(self.most_inside, self.inside)
+            code = self.codes.pop(0) if self.codes else 0
+        if self.gate is not None:
+            self.gate.wait(10)
+        with self._lock:
+            self.inside -= len(lengths)
+        return code
