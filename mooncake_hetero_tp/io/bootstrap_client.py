@@ -217,7 +217,10 @@ def _exchange(method: str, url: str, body: bytes | None, timeout_s: float) -> _A
     }.get(parts.scheme, _no_scheme)
     if not parts.hostname:
         raise ValueError(f"{url!r} names no host")
-    connection = connect(parts.hostname, parts.port, timeout=timeout_s)
+    try:
+        connection = connect(parts.hostname, parts.port, timeout=timeout_s)
+    except http.client.HTTPException as error:
+        raise ValueError(f"{url!r}: {error}") from error
     try:
         connection.connect()
         with _cut_off(connection, end):
