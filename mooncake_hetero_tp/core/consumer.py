@@ -212,6 +212,9 @@ class ConsumerMachine:
     def _begin(self, request: Request, now: float) -> None:
         if not request.step(LoadEvent.AGREED):
             return
+        if (witness := request.lost_with) is not None:
+            self._fail(request, f"producer {witness} was restarted, and what it had computed is lost")
+            return
         request.generation = request.link.generation
         request.pulls = new_pulls(request, self._numbers(), self._config.resend_s, self._config.resend_max_s)
         for pull in request.pulls:
@@ -281,6 +284,8 @@ class ConsumerMachine:
     # --- pulls -----------------------------------------------------------------------------------
 
     def _on_answer(self, pull: PairPull, message: Waiting | Ready | Gone | Grant, now: float) -> None:
+        if not isinstance(message, Gone):
+            pull.request.witnesses[pull.welcome.identity.rank] = pull.welcome.identity
         match message:
             case Waiting():
                 if pull.stage is Stage.ASKED:
@@ -308,7 +313,7 @@ class ConsumerMachine:
             return
         deadline = sent + grant.lease_s
         if pull.stage is Stage.READING:
-            self._extend(pull, max(pull.deadline, deadline), now)
+            self._extend(pull, deadline, now)
         elif deadline <= now:
             pull.backoff.heard(now)
             self._asker.claim(pull, now)
@@ -341,7 +346,8 @@ class ConsumerMachine:
         )
 
     def _extend(self, pull: PairPull, deadline: float, now: float) -> None:
-        if pull.read_id is None or deadline <= pull.deadline or pull.stopped:
+        """A renewal was granted; one that comes after the lease's end does not bring a stopped read back."""
+        if pull.read_id is None or deadline <= pull.deadline or pull.stopped or not pull.step(StageEvent.GRANT):
             return
         pull.deadline = deadline
         self._out.append(ExtendRead(pull.read_id, deadline))

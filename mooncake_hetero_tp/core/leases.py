@@ -109,9 +109,6 @@ class Transfer:
     """When it expires: keep time, lease or a reader's grace, whichever the state asks for."""
     released_by: set[int] = field(default_factory=set)
     """Tags of consumer engines that will not read it (any more)."""
-    doubtful: bool = False
-    """Its id was used before and that use was never released: a Release that comes may mean that one,
-    so it does not end granted leases."""
     end_reason: GoneReason = GoneReason.EXPIRED
 
     def add_release(self, tag: int) -> None:

@@ -195,10 +195,10 @@ class Cancel(msgspec.Struct, frozen=True, tag=5, array_like=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=6, array_like=True):
-    """From a consumer engine's scheduler: nobody *there* will count a read of this transfer again.
+    """From a consumer engine's scheduler: nobody *there* will count a read of this transfer again. Idempotent.
 
-    `number` is drawn per release, so that a late duplicate is told from a new release; `consumer_tag`
-    is `engine_tag` of the consumer's engine id, so that it ends only that engine's leases.
+    `number` names it in its answer; `consumer_tag` is `engine_tag` of the consumer's engine id: only that
+    engine's leases end, because a proxy that gave up on one decode engine may have sent another.
     """
 
     number: Number

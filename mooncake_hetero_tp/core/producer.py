@@ -313,9 +313,8 @@ class ProducerMachine:
 
     def _adopt(self, transfer: Transfer, now: float) -> None:
         tomb = self._tombs.pop(transfer.transfer_id)
-        if tomb is not None and tomb.early:
+        if tomb is not None:  # a consumer engine does not come back to a transfer it has released
             transfer.released_by |= tomb.released_by
-        transfer.doubtful = tomb is not None and not tomb.released_by
         self._kept[transfer.transfer_id] = transfer
         self._hold(transfer, now + self._config.keep_s)
         for pull in self._pulls.of(transfer.transfer_id):
@@ -330,8 +329,6 @@ class ProducerMachine:
 
     def _on_release(self, peer: bytes, message: Release, now: float) -> None:
         self._out.append(Reply(peer, ReleaseAck(message.number)))
-        if self._tombs.repeated(message.transfer_id, message.number, now):
-            return
         transfer = self._kept.get(message.transfer_id)
         if transfer is not None:
             self._release_kept(transfer, message.consumer_tag, now)
@@ -343,9 +340,6 @@ class ProducerMachine:
         transfer.add_release(tag)
         pulls = self._pulls.of(transfer.transfer_id)
         mine = [pull for pull in pulls if pull.session.tag == tag]
-        if transfer.doubtful and any(pull.holds_lease(now) for pull in mine):
-            self._end(transfer, GoneReason.RELEASED, now)
-            return
         self._drop_all(mine, GoneReason.RELEASED)
         if len(mine) == len(pulls):
             self._free(transfer, GoneReason.RELEASED, now)

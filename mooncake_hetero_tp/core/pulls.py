@@ -11,7 +11,7 @@ from mooncake_hetero_tp.core.effects import Plan, PullRequest, ReadId
 from mooncake_hetero_tp.core.links import EngineLink
 from mooncake_hetero_tp.core.messages import GoneReason, Grant, Welcome
 from mooncake_hetero_tp.core.states import LOAD, STAGE, Load, LoadEvent, Stage, StageEvent, after
-from mooncake_hetero_tp.types import PullId, SessionId, TokenRange
+from mooncake_hetero_tp.types import Identity, PullId, Rank, SessionId, TokenRange
 
 RUNNING: Final = frozenset((Stage.READING, Stage.STOPPING, Stage.FENCING))
 """Stages in which an engine call of the pull may still write into our pages."""
@@ -45,6 +45,8 @@ class Request:
     """Handshake that its pulls belong to."""
     refreshed: bool = False
     """It has used its one fresh handshake."""
+    witnesses: dict[Rank, Identity] = field(default_factory=dict)
+    """Producer processes that have answered a pull of it: the prefill is theirs, and dies with them."""
     producer_tag: int | None = None
     """`request_tag` of the first grant; all ranks must give the same."""
     reason: str | None = None
@@ -54,6 +56,15 @@ class Request:
     def promised(self) -> bool:
         """Whether any producer rank has offered or granted it anything."""
         return any(pull.stage is not Stage.ASKED for pull in self.pulls)
+
+    @property
+    def lost_with(self) -> Identity | None:
+        """A process that knew of this transfer and is no longer part of the link; None: all still are."""
+        for rank, witness in self.witnesses.items():
+            ranked = self.link.ranks.get(rank)
+            if ranked is None or ranked.welcome is None or ranked.welcome.identity != witness:
+                return witness
+        return None
 
     @property
     def may_be_written(self) -> bool:

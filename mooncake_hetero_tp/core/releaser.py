@@ -3,6 +3,10 @@
 Nobody counts readers: when this consumer engine will not count any read of a transfer again, every rank
 that the bootstrap lists is told so, read from or not. A Release is repeated until its rank acknowledges
 it. One that never arrives costs the producer its keep time or lease, nothing else.
+
+A consumer engine must not pull a transfer again that it has released: a repetition that is still under way
+would end the new lease. The scheduler side sees to that (a remote load is single-use), and a producer rank
+that has seen the Release refuses such a pull.
 """
 
 from __future__ import annotations

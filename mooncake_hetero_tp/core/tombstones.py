@@ -36,10 +36,9 @@ class Tombstones:
         self._limit = limit
         self._seconds = seconds
         self._stones: OrderedDict[TransferId, Tombstone] = OrderedDict()
-        self._releases: OrderedDict[tuple[TransferId, int], float] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._stones) + len(self._releases)
+        return len(self._stones)
 
     def get(self, transfer_id: TransferId) -> Tombstone | None:
         return self._stones.get(transfer_id)
@@ -56,27 +55,9 @@ class Tombstones:
     def pop(self, transfer_id: TransferId) -> Tombstone | None:
         return self._stones.pop(transfer_id, None)
 
-    def repeated(self, transfer_id: TransferId, number: int, now: float) -> bool:
-        """Whether this very Release was seen before; remembers it.
-
-        A duplicate that comes after its transfer id was used again must not touch the new use.
-        """
-        key = (transfer_id, number)
-        seen = key in self._releases
-        if not seen:
-            self._releases[key] = now + self._seconds
-            if len(self._releases) > self._limit:
-                self._releases.popitem(last=False)
-        return seen
-
     def expire(self, now: float) -> None:
         while self._stones and next(iter(self._stones.values())).until <= now:
             self._stones.popitem(last=False)
-        while self._releases and next(iter(self._releases.values())) <= now:
-            self._releases.popitem(last=False)
 
     def next_due(self) -> float | None:
-        dues = [next(iter(self._stones.values())).until] if self._stones else []
-        if self._releases:
-            dues.append(next(iter(self._releases.values())))
-        return min(dues, default=None)
+        return next(iter(self._stones.values())).until if self._stones else None
