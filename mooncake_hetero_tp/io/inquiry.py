@@ -177,9 +177,9 @@ class _Caller:
         while waiting and (left := self._end - time.monotonic()) > 0:
             for address, frame in self._channel.poll(left).from_producers:
                 arrived_at = time.monotonic()
-                attempts, content = _read(frame)
+                answered, content = _read(frame)
                 for attempt in [number for number, one in waiting.items() if one.address == address]:
-                    if attempts is None or attempt in attempts:
+                    if answered in (None, attempt):
                         answers[waiting.pop(attempt)] = _Answer(content, arrived_at - sent_at[attempt])
         return answers
 
@@ -248,12 +248,19 @@ def _judged(asked: _Asked, welcome: Welcome) -> Welcome | Fault:
             "start the producer again, or the bootstrap server if it runs elsewhere",
         )
     try:
+        _check_place(own.rank, welcome.table)
         validate_table(welcome.table)
     except PeerProtocolError as error:
         return Fault(FaultKind.INVALID, f"sends an invalid region table: {error}")
-    if not (welcome.table.tp_size > 0 < welcome.table.pp_size):
-        return Fault(FaultKind.INVALID, "")
     return welcome
+
+
+def _check_place(rank: Rank, table: RankTable) -> None:
+    fits = 0 <= rank.tp < table.tp_size and 0 <= rank.pp < table.pp_size
+    if not fits or table.tp_size * table.pp_size > MAX_RANKS:
+        raise PeerProtocolError(
+            f"{rank}: expected a place among at most {MAX_RANKS} ranks, seen TP {table.tp_size} x PP {table.pp_size}"
+        )
 
 
 def _silence(patience_s: float) -> str:
