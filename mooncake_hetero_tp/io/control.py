@@ -99,7 +99,7 @@ class ControlChannel:
             numeric = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0]
             router.setsockopt(zmq.IPV6, int(":" in str(numeric)))
             router.bind(f"tcp://{join_host_port(str(numeric), 0)}")
-        except OSError as error:
+        except (OSError, zmq.ZMQError) as error:
             self.close()
             raise ConfigError(
                 f"the control channel cannot listen on {host}: {error}. Set VLLM_HOST_IP to an address of this machine"
