@@ -41,8 +41,8 @@ MAX_BUFFERS: Final = 65_536
 MAX_SPANS: Final = 65_536
 MAX_FIELDS: Final = 1_024
 
-_TABLE_TAG: Final = 1
-"""Type tag of both Hello and Welcome."""
+_TABLE_TAGS: Final = tuple(bytes((kind.__struct_config__.tag,)) for kind in (Hello, Welcome))
+"""Third byte of a frame that carries a table: version, array header, type tag."""
 _SAME_VERSION: Final = "run the same mooncake-hetero-tp version on both sides"
 _BLOCK_TYPE: Final = np.dtype("<i4")
 
@@ -135,7 +135,7 @@ def _check_frame(frame: bytes) -> None:
         _refuse("frame", "a version byte and a message", "nothing")
     if frame[0] != PROTOCOL_VERSION:
         _refuse("frame", f"protocol version {PROTOCOL_VERSION}", f"version byte {frame[0]}")
-    limit = MAX_TABLE_FRAME if frame[2:3] == bytes((_TABLE_TAG,)) else MAX_FRAME
+    limit = MAX_TABLE_FRAME if frame[2:3] in _TABLE_TAGS else MAX_FRAME
     if len(frame) > limit:
         _refuse("frame", f"at most {limit} bytes", f"{len(frame)}")
 

@@ -2,7 +2,7 @@
 
 D -> P: Hello, Pull, Claim, Renew, Cancel, Release.   P -> D: Welcome, Refuse, Waiting, Ready, Gone, Grant, ReleaseAck.
 
-After the handshake a message names its session and pull by number, and types by one byte, so that all
+Type tags are one byte and distinct over both directions. After the handshake a message names its session and pull by number, and types by one byte, so that all
 control traffic of one (consumer rank, producer rank, request) without renewals, the scheduler's Release
 and its answer included, stays under 256 bytes plus 8 bytes a producer block.
 
@@ -97,7 +97,7 @@ class Hello(msgspec.Struct, frozen=True, tag=1, array_like=True):
     table: RankTable
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=1, array_like=True):
+class Welcome(msgspec.Struct, frozen=True, tag=33, array_like=True):
     """The producer rank's table and the session to use."""
 
     version: Number
@@ -110,7 +110,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=1, array_like=True):
     table: RankTable
 
 
-class Refuse(msgspec.Struct, frozen=True, tag=2, array_like=True):
+class Refuse(msgspec.Struct, frozen=True, tag=34, array_like=True):
     """All reasons at once why this pair cannot exchange KV."""
 
     identity: Identity
@@ -132,21 +132,21 @@ class Pull(msgspec.Struct, frozen=True, tag=2, array_like=True):
     ranges: Annotated[tuple[TokenRange, ...], Meta(max_length=MAX_GROUPS)]
 
 
-class Waiting(msgspec.Struct, frozen=True, tag=6, array_like=True):
+class Waiting(msgspec.Struct, frozen=True, tag=38, array_like=True):
     """The pull is known and waits for its transfer; Ready or Gone follows."""
 
     session: _Session
     pull: _Pull
 
 
-class Ready(msgspec.Struct, frozen=True, tag=3, array_like=True):
+class Ready(msgspec.Struct, frozen=True, tag=35, array_like=True):
     """The blocks are computed and kept; a Claim will be granted."""
 
     session: _Session
     pull: _Pull
 
 
-class Gone(msgspec.Struct, frozen=True, tag=4, array_like=True):
+class Gone(msgspec.Struct, frozen=True, tag=36, array_like=True):
     """The pull cannot be served, and why."""
 
     session: _Session
@@ -170,7 +170,7 @@ class Renew(msgspec.Struct, frozen=True, tag=4, array_like=True):
     nonce: _Nonce
 
 
-class Grant(msgspec.Struct, frozen=True, tag=5, array_like=True):
+class Grant(msgspec.Struct, frozen=True, tag=37, array_like=True):
     """A lease: the producer keeps the blocks for `lease_s` from receipt of the Claim with `nonce`.
 
     `blocks` holds one little-endian int32 array per group of the producer (position i = page i of the
@@ -206,7 +206,7 @@ class Release(msgspec.Struct, frozen=True, tag=6, array_like=True):
     transfer_id: _Transfer
 
 
-class ReleaseAck(msgspec.Struct, frozen=True, tag=7, array_like=True):
+class ReleaseAck(msgspec.Struct, frozen=True, tag=39, array_like=True):
     """The producer rank has applied the Release with this number."""
 
     number: Number

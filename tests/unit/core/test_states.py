@@ -1,0 +1,67 @@
+"""The transition tables themselves: closed, reachable, and refusing what they do not list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import pytest
+
+from mooncake_hetero_tp.core.states import (
+    HOLD,
+    LINK,
+    LOAD,
+    OFFER,
+    STAGE,
+    Hold,
+    Link,
+    Load,
+    Offer,
+    Stage,
+    StageEvent,
+    after,
+)
+
+Table = Mapping[Any, Mapping[Any, Any]]
+
+TABLES = [
+    (HOLD, Hold, Hold.PENDING, {Hold.FREED}),
+    (OFFER, Offer, Offer.WAITING, {Offer.DROPPED}),
+    (LINK, Link, Link.RESOLVING, {Link.FORGOTTEN}),
+    (LOAD, Load, Load.CONNECTING, {Load.REPORTED}),
+    (STAGE, Stage, Stage.ASKED, {Stage.DROPPED}),
+]
+
+
+@pytest.mark.parametrize("table,states,_first,_last", TABLES)
+def test_every_state_has_a_row_and_every_row_leads_to_states(
+    table: Table, states: type[StrEnum], _first: Any, _last: Any
+) -> None:
+    assert set(table) == set(states)
+    assert {target for row in table.values() for target in row.values()} <= set(states)
+
+
+@pytest.mark.parametrize("table,states,first,_last", TABLES)
+def test_every_state_is_reached(table: Table, states: type[StrEnum], first: Any, _last: Any) -> None:
+    reached, fresh = {first}, {first}
+    while fresh:
+        fresh = {target for state in fresh for target in table[state].values()} - reached
+        reached |= fresh
+    assert reached == set(states)
+
+
+@pytest.mark.parametrize("table,_states,_first,last", TABLES)
+def test_ends_are_final_and_nothing_else_is(table: Table, _states: Any, _first: Any, last: set[Any]) -> None:
+    assert {state for state, row in table.items() if not row} == last
+
+
+def test_a_pull_whose_engine_call_may_write_is_left_only_when_it_cannot() -> None:
+    running = {Stage.READING, Stage.STOPPING, Stage.FENCING}
+    exits = {(state, event) for state in running for event, target in STAGE[state].items() if target not in running}
+    assert {event for _, event in exits} == {StageEvent.READ, StageEvent.LOST, StageEvent.FENCED}
+
+
+def test_a_refused_event_leads_nowhere() -> None:
+    assert after(STAGE, Stage.ASKED, StageEvent.GRANT) is None
+    assert after(STAGE, Stage.ASKED, StageEvent.READY) is Stage.CLAIMING
