@@ -41,8 +41,8 @@ MAX_BUFFERS: Final = 65_536
 MAX_SPANS: Final = 65_536
 MAX_FIELDS: Final = 1_024
 
-_TABLE_TAGS: Final = tuple(bytes((kind.__struct_config__.tag,)) for kind in (Hello, Welcome))
-"""Third byte of a frame that carries a table: version, array header, type tag."""
+_TABLE_TAGS: Final = (b"\x01", b"\x21")
+"""Type tags of Hello and Welcome: the third byte of a frame, after version and array header."""
 _SAME_VERSION: Final = "run the same mooncake-hetero-tp version on both sides"
 _BLOCK_TYPE: Final = np.dtype("<i4")
 

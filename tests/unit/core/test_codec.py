@@ -113,7 +113,7 @@ def raw(*fields: Any) -> bytes:
         (raw(2, 1, 2, "t", "r", [[0, 1]] * 257), "length <= 256"),
         (raw(2, 1, 2, "t", "r", [[-1, 4]]), "Pull, group 0"),
         (raw(2, 1, 2, "t", "r", [[0, 2**63]]), "Pull, group 0"),
-        (b"\x01" + b"\x93\x03" + b"\x91" * 100_000, "msgpack"),
+        (b"\x01\x95\x03\x01\x02\x03" + b"\x91" * 100_000, "msgpack"),
         (b"\x01\x92\x02\xdd\xff\xff\xff\xff", "message from a peer"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -11,7 +11,8 @@ from mooncake_hetero_tp.core import effects
 from mooncake_hetero_tp.core.effects import ConsumerEffect, Level, Notice, ProducerEffect, ReleaserEffect, Report
 from mooncake_hetero_tp.types import RequestId
 
-EMITTED: set[type] = {*get_args(ProducerEffect), *get_args(ConsumerEffect), *get_args(ReleaserEffect)}
+MACHINES: tuple[Any, ...] = (ProducerEffect, ConsumerEffect, ReleaserEffect)
+EMITTED: set[Any] = {kind for union in MACHINES for kind in get_args(union)}
 
 
 def test_records_are_frozen() -> None:
