@@ -144,6 +144,15 @@ def test_tokens_map_between_unlike_block_sizes() -> None:
     assert bound(back, TokenRange(32, 70), [1, 2], [0, 0, 2, 4, 6]) == [(96, 32, 16), (112, 64, 16), (128, 96, 6)]
 
 
+def test_a_range_inside_a_page_starts_by_each_sides_own_row() -> None:
+    # Token-major rows of 16 bytes at the producer, head-major rows of 4 at the consumer.
+    plan = _plan(Dense(heads=4, layout="LBNHC"), Dense(heads=4, tp=4, rank=2))
+    assert bound(plan, TokenRange(2, 4), [3], [1]) == [
+        (3 * 64 + 2 * 16 + 8, 16 + 8, 4),
+        (3 * 64 + 3 * 16 + 8, 16 + 12, 4),
+    ]
+
+
 def test_kernel_pages_of_a_logical_block() -> None:
     # vllm#54272, vllm#28677: logical 12, kernel 4: block 2 is kernel pages 6, 7, 8.
     split = Dense(heads=2, tokens=12, kernel_tokens=4, blocks=4)
@@ -170,6 +179,8 @@ def test_the_final_state_slot_is_taken() -> None:
     plan = planned(_state(DST, 8), {Rank(): _state(SRC, 4)})[Rank()]
     found = bind(plan, [TokenRange(3, 11)], [ids([0, 0, 4])], [ids([0, 7])])
     assert triples(found, SRC, DST) == [(4 * 32, 7 * 32, 32)]
+    full = bind(plan, [TokenRange(0, 8)], [ids([0, 3, 4])], [ids([5])])  # the last block is just full
+    assert triples(full, SRC, DST) == [(3 * 32, 5 * 32, 32)]
     assert bind(plan, [TokenRange(5, 5)], [ids([])], [ids([])]).count == 0
 
 

@@ -46,14 +46,20 @@ def test_evenly_spaced_layers_fold_into_the_copies() -> None:
     assert members.template(4) == (StridedCopy(0, 0, (), 3 * row),)
 
 
-def test_unevenly_spaced_layers_stay_an_axis_of_bases() -> None:
-    def scattered(base: int) -> RankTable:
-        places = (base, base + 1000, base + 5000)
-        return table([r for i, at in enumerate(places) for r in Dense(heads=4, first_layer=i, base=at).regions()])
+@pytest.mark.parametrize("uneven", ["producer", "consumer", "both"])
+def test_unevenly_spaced_layers_stay_an_axis_of_bases(uneven: str) -> None:
+    def spaced(base: int, *places: int) -> RankTable:
+        return table(
+            [r for i, at in enumerate(places) for r in Dense(heads=4, first_layer=i, base=base + at).regions()]
+        )
 
-    (members,) = _plan(scattered(SRC), scattered(DST)).classes
+    sides = {"producer": (0, 1000, 2000), "consumer": (0, 1000, 2000), uneven: (0, 1000, 5000)}
+    if uneven == "both":
+        sides |= dict.fromkeys(("producer", "consumer"), (0, 1000, 5000))
+    (members,) = _plan(spaced(SRC, *sides["producer"]), spaced(DST, *sides["consumer"])).classes
     assert members.spacing is None
-    assert members.origins[0].tolist() == [SRC, SRC + 1000, SRC + 5000]
+    assert members.origins[0].tolist() == [SRC + place for place in sides["producer"]]
+    assert members.template(4)
 
 
 def test_templates_of_head_major_and_token_major_pages() -> None:
