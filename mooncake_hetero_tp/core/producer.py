@@ -274,7 +274,7 @@ class ProducerMachine:
             return
         pull.peer = peer
         event = OfferEvent.RENEW if isinstance(message, Renew) else OfferEvent.CLAIM
-        if after(HOLD, transfer.state, HoldEvent.CLAIM) is None:
+        if transfer.state is Hold.ENDING:
             self._answer(pull, Gone(*pull.key, transfer.end_reason))
         elif self._pulls.step(pull, event):
             self._grant(transfer, pull, message, now)
