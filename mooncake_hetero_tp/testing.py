@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -330,6 +330,7 @@ class LinkedPair:
         consumer_config: ConsumerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_workers: int = 2,
+        close_timeout_s: float = 3.0,
     ) -> None:
         self.producer_id = EngineId("producer-engine")
         self.consumer_id = EngineId("consumer-engine")
@@ -341,7 +342,12 @@ class LinkedPair:
         self._configs = (producer_config or ProducerConfig(), consumer_config or ConsumerConfig())
         self._make_engine = make_engine
         self._clock = clock
-        self._num_workers = num_workers
+        self._options: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "num_workers": num_workers,
+            "connector_timeout_s": 5.0,
+            "close_timeout_s": close_timeout_s,
+        }
 
     def __enter__(self) -> Self:
         producers, consumers = self._tables
@@ -349,9 +355,7 @@ class LinkedPair:
             for rank, table in sorted(producers.items()):
                 self.producers[rank] = self.start_producer(rank, table)
             for rank, table in sorted(consumers.items()):
-                config = RuntimeConfig(
-                    host="127.0.0.1", consumer=self._configs[1], num_workers=self._num_workers, connector_timeout_s=5.0
-                )
+                config = RuntimeConfig(consumer=self._configs[1], **self._options)
                 self.consumers[rank] = self._start(config, self.consumer_id, rank, table)
             self.releases.start()
         except BaseException:
@@ -373,12 +377,10 @@ class LinkedPair:
     def start_producer(self, rank: Rank, table: RankTable) -> WorkerRuntime:
         """A started producer worker, a fresh process as far as others can see; the first runs the bootstrap."""
         config = RuntimeConfig(
-            host="127.0.0.1",
             producer=self._configs[0],
-            num_workers=self._num_workers,
             bootstrap_bind=None if self.producers else HostPort("127.0.0.1", 0),
             bootstrap_address=self._owner().bootstrap if self.producers else None,
-            connector_timeout_s=5.0,
+            **self._options,
         )
         return self._start(config, self.producer_id, rank, table)
 
