@@ -36,6 +36,8 @@ CPU_ENVIRONMENT = {
     # two cores.
     "OMP_NUM_THREADS": "1",
     "KMP_BLOCKTIME": "0",
+    # vLLM compiles one small function even with --enforce-eager: seconds in the first request, and a C++ compiler.
+    "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB per rank
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" refuses TP2 on one NUMA node
     "VLLM_HOST_IP": HOST,
