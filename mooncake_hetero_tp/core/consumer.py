@@ -396,9 +396,12 @@ class ConsumerMachine:
         return f"no answer to {pull.stage} for {self._config.silence_s:g} s; it is down, stopped or unreachable"
 
     def _numbers(self) -> Iterator[PullId]:
+        """Random numbers that no pull has, one another included."""
+        fresh: set[PullId] = set()
         while True:
             number = PullId(self._draw() % 2**32)
-            if number not in self._pulls:
+            if number not in self._pulls and number not in fresh:
+                fresh.add(number)
                 yield number
 
     def _take(self, now: float) -> list[ConsumerEffect]:

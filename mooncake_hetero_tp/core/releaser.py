@@ -238,6 +238,8 @@ class ReleaserMachine:
         del self._numbers[pending.message.transfer_id, pending.engine.key]
         del pending.engine.releases[pending.message.number]
         self._timers.disarm(pending)
+        if not pending.engine.releases:
+            self._timers.disarm(pending.engine)
 
     def _unused_number(self) -> int:
         while (number := self._draw() % 2**32) in self._pending:
