@@ -24,7 +24,7 @@ numbers = st.integers(0, MAX_NUMBER)
 names = st.text(min_size=1, max_size=60)
 ranges = st.lists(st.builds(TokenRange, numbers, numbers), max_size=5).map(tuple)
 blocks = st.lists(st.binary(max_size=10).map(lambda data: data * 4), max_size=4).map(tuple)
-seconds = st.floats(0, 86_400, exclude_min=True)
+seconds = st.floats(0.1, 86_400)
 
 FROM_CONSUMER = st.one_of(
     st.builds(Pull, numbers, numbers, names, names, ranges),

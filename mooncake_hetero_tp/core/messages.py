@@ -42,6 +42,8 @@ MAX_NAME: Final = 512
 MAX_GROUPS: Final = 256
 MAX_TEXT: Final = 65_536
 MAX_MISMATCHES: Final = 65_536
+MIN_LEASE_S: Final = 0.1
+"""Shorter ones would be all renewals."""
 MAX_LEASE_S: Final = 86_400.0
 MAX_NUMBER: Final = 2**63 - 1
 
@@ -53,7 +55,7 @@ _Transfer = Annotated[TransferId, Meta(min_length=1, max_length=MAX_NAME)]
 _Request = Annotated[RequestId, Meta(min_length=1, max_length=MAX_NAME)]
 _Engine = Annotated[EngineId, Meta(max_length=MAX_NAME)]
 _Features = Annotated[tuple[Annotated[str, Meta(max_length=MAX_NAME)], ...], Meta(max_length=64)]
-_LeaseS = Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
+_LeaseS = Annotated[float, Meta(ge=MIN_LEASE_S, le=MAX_LEASE_S)]
 
 
 class GoneReason(IntEnum):

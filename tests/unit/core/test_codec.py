@@ -128,7 +128,7 @@ def test_bad_frames_of_consumers(frame: bytes, words: str) -> None:
     [
         (raw(37, 1, 2, 3, math.nan, 0, 16, []), "message from a peer"),
         (raw(37, 1, 2, 3, math.inf, 0, 16, []), "float` <= 86400"),
-        (raw(37, 1, 2, 3, -1.0, 0, 16, []), "float` > 0"),
+        (raw(37, 1, 2, 3, -1.0, 0, 16, []), "float` >= 0.1"),
         (
             raw(37, 1, 2, 3, 30.0, 0, 16, [b"\0\0\0"]),
             "blocks of group 0 from a peer: expected a multiple of 4 bytes, got 3",
