@@ -338,6 +338,8 @@ class LinkedPair:
         self.consumers: dict[Rank, WorkerRuntime] = {}
         self.releases = ReleaseClient(self.consumer_id, connector_timeout_s=5.0, clock=clock)
         self.ended = Ended()
+        self.bootstrap = ""
+        """What a proxy would pass as `remote_bootstrap_addr`; known once started."""
         self._tables = (dict(producers), dict(consumers))
         self._configs = (producer_config or ProducerConfig(), consumer_config or ConsumerConfig())
         self._make_engine = make_engine
@@ -354,6 +356,7 @@ class LinkedPair:
         try:
             for rank, table in sorted(producers.items()):
                 self.producers[rank] = self.start_producer(rank, table)
+            self.bootstrap = f"http://{self._owner().bootstrap}"
             for rank, table in sorted(consumers.items()):
                 config = RuntimeConfig(consumer=self._configs[1], **self._options)
                 self.consumers[rank] = self._start(config, self.consumer_id, rank, table)
@@ -365,11 +368,6 @@ class LinkedPair:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def bootstrap(self) -> str:
-        """What a proxy would pass as `remote_bootstrap_addr`."""
-        return f"http://{self._owner().bootstrap}"
 
     def _owner(self) -> WorkerRuntime:
         return self.producers[min(self.producers)]
@@ -453,5 +451,9 @@ class LinkedPair:
     def close(self) -> None:
         """Close everything; idempotent."""
         self.releases.close()
-        for runtime in (*self.consumers.values(), *self.producers.values()):
-            runtime.close()
+        for side in (self.consumers, self.producers):
+            threads = [threading.Thread(target=runtime.close) for runtime in side.values()]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()

@@ -2,7 +2,7 @@
 
 Mooncake's TCP transport keeps 1,024 transfers queued and 1,024 more waiting per peer. A waiting one
 fails after 1 s, and one refused by full queues can leave the peer's queue without its pump: from then
-on every transfer to that peer fails (seen in tcp_transport_lane_impl.h and measured, README "Limits").
+on every transfer to that peer fails (its tcp_transport_lane_impl.h, and measured with 0.3.13.post1).
 """
 
 from __future__ import annotations
