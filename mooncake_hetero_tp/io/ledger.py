@@ -24,6 +24,15 @@ class Ledger:
             self._kept.update(kept)
             self._loading.update(loading)
 
+    def withdraw(self, kept: Collection[RequestId], loading: Collection[RequestId]) -> None:
+        """Take an `open` back, for what could not be handed over: these are never reported."""
+        with self._lock:
+            self._kept.difference_update(kept)
+            self._loading.difference_update(loading)
+            self._finished.sending.difference_update(kept)
+            self._finished.recving.difference_update(loading)
+            self._finished.failed.difference_update(loading)
+
     def sent(self, request_id: RequestId) -> bool:
         """A kept request may be freed; False: nobody waits for it."""
         with self._lock:

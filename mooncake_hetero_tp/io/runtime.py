@@ -215,7 +215,7 @@ class WorkerRuntime:
     # --- what vLLM's worker calls ----------------------------------------------------------------
 
     def submit(self, work: StepWork) -> None:
-        """Hand over one step's work; never blocks.
+        """Hand over one step's work; never blocks. What it raises for is never reported.
 
         Raises:
             LocalUsageError: not started, closed, the driver thread has failed, or work for a role that
@@ -225,11 +225,11 @@ class WorkerRuntime:
             raise LocalUsageError("submit: the runtime is not started")
         self._loop.check()
         self._check_roles(work)
-        self._ledger.open([kept.request_id for kept in work.kept], [pull.request_id for pull in work.pulls])
+        kept, loading = [kept.request_id for kept in work.kept], [pull.request_id for pull in work.pulls]
+        self._ledger.open(kept, loading)
         driver = self._driver
         if not self._loop.post(lambda now: driver.step(work, now)):
-            for pull in work.pulls:
-                self._ledger.loaded(pull.request_id, failed=True)
+            self._ledger.withdraw(kept, loading)
             self._loop.check()
 
     def _check_roles(self, work: StepWork) -> None:

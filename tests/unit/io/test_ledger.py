@@ -28,6 +28,16 @@ def test_what_nobody_waits_for_is_not_reported() -> None:
     assert ledger.collect() == Finished()
 
 
+def test_what_is_withdrawn_is_never_reported() -> None:
+    ledger = Ledger()
+    ledger.open([A], [B, C])
+    ledger.loaded(B, failed=True)
+    ledger.withdraw([A], [B])
+    assert ledger.collect() == Finished()
+    assert not ledger.sent(A)
+    assert ledger.loading() == {C}
+
+
 def test_open_requests_are_known() -> None:
     ledger = Ledger()
     ledger.open([A], [B])

@@ -320,6 +320,7 @@ def test_a_failing_consumer_thread_fails_its_loads_and_refuses_more(caplog: pyte
             with pytest.raises(LocalUsageError, match=r"driver-dp0\.pp0\.tp0 has ended: a bug"):
                 pair.pull(bench.load("more", 9))
         assert not pair.wait_loaded(reading)
+        assert "d-more" not in pair.ended.recving[Rank()]
         assert "loads nothing any more" in caplog.text
 
 
