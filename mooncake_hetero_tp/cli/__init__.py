@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from mooncake_hetero_tp import __version__
-from mooncake_hetero_tp.cli import plan
+from mooncake_hetero_tp.cli import handshake, plan
 from mooncake_hetero_tp.cli.outcome import Outcome
 
 TYPER_USAGE_STATUS = 2
@@ -27,6 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("plan")(plan.plan)
+app.add_typer(handshake.app, name="handshake")
 
 
 def _print_version(wanted: bool) -> None:

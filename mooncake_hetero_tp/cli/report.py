@@ -28,7 +28,7 @@ def show(answers: Sequence[Answer], console: Console | None = None) -> None:
 
 def _parts(answer: Answer) -> Iterator[RenderableType]:
     if answer.agreement is not None:
-        yield _agreement(answer.agreement)
+        yield agreement_table(answer.agreement)
     if isinstance(answer.geometry, Geometry):
         yield _geometry(answer.geometry)
     if answer.mismatches:
@@ -48,7 +48,8 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _agreement(agreed: Agreement) -> Table:
+def agreement_table(agreed: Agreement) -> Table:
+    """What two engines settled on, side by side."""
     table = _table("agreement", "", "producer", "consumer")
     table.add_row("tensor ranks", str(agreed.tp.producer), str(agreed.tp.consumer))
     table.add_row("pipeline stages", str(agreed.pp.producer), str(agreed.pp.consumer))

@@ -8,10 +8,12 @@ first of all, which registers with the same bootstrap service.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 from typing import Final, Literal
@@ -40,6 +42,8 @@ _NAME: Final = EngineId("mooncake-hetero-tp-handshake-probe")
 _NO_TABLE: Final = RankTable(tp_size=1, pp_size=1, layout="", model={}, groups=(), regions=(), buffers=())
 _DIAL_SHARE: Final = 0.5
 """Part of the time left in which TCP connections must be made; the rest is for the answers."""
+
+_GRACE_S: Final = 1.0
 
 
 class FaultKind(StrEnum):
@@ -75,10 +79,9 @@ class RankReport:
     address: str
     incarnation: Incarnation | None
     """What the bootstrap server says; None: it does not say."""
-    welcome: Welcome | None = None
+    answer: Welcome | Fault
     latency_s: float | None = None
     """From a hello on an open connection to its answer, which carries the region table."""
-    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +96,27 @@ class EngineReport:
 def inquire(bootstrap: str, *, timeout_s: float) -> list[EngineReport]:
     """Ask a bootstrap server for its engines, and each of their ranks who it is; all within `timeout_s`.
 
+    What alone may take longer, and is left behind in a thread then, is the system's look-up of a host's name.
+
     Raises:
         ConfigError: the bootstrap server does not answer, or lists more than `MAX_ASKED` ranks.
     """
+    future: Future[list[EngineReport]] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(_inquire(bootstrap, timeout_s))
+        except BaseException as error:  # noqa: BLE001 - raised where the future is read
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="mht-inquiry", daemon=True).start()
+    try:
+        return future.result(timeout_s + _GRACE_S)
+    except TimeoutError as error:
+        raise ConfigError(f"no answer within {timeout_s:.1f} s: a host's name at {bootstrap} is not found") from error
+
+
+def _inquire(bootstrap: str, timeout_s: float) -> list[EngineReport]:
     end = time.monotonic() + timeout_s
     engines = list_engines(bootstrap, timeout_s=timeout_s)
     asked = [
@@ -125,11 +146,13 @@ class _Asked:
     incarnation: Incarnation | None
 
     def report(self, answer: _Answer) -> RankReport:
-        found = RankReport(rank=self.rank, address=self.address, incarnation=self.incarnation)
-        content = answer.content if isinstance(answer.content, Fault) else _judged(self, answer.content)
-        if isinstance(content, Fault):
-            return replace(found, fault=content)
-        return replace(found, welcome=content, latency_s=answer.latency_s)
+        return RankReport(
+            rank=self.rank,
+            address=self.address,
+            incarnation=self.incarnation,
+            answer=answer.content if isinstance(answer.content, Fault) else _judged(self, answer.content),
+            latency_s=answer.latency_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
