@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.config import KVTransferConfig
 from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -108,11 +109,32 @@ def attention_module(backend: str, isa: str | None) -> Any:
     return module
 
 
-def stub_vllm_config(model: Model) -> Any:
+def stub_vllm_config(model: Model, role: str = "kv_both", engine_id: str = "E", **extra: Any) -> Any:
+    """What the adapter reads of a VllmConfig; `extra` are connector settings."""
     arch = Arch(total_num_hidden_layers=model.layers, total_num_kv_heads=model.heads, head_size=model.head_size)
+    transfer = KVTransferConfig(
+        kv_connector="MooncakeHeteroTPConnector",
+        kv_role=role,
+        engine_id=engine_id,
+        kv_connector_extra_config=extra,
+    )
     return SimpleNamespace(
-        model_config=SimpleNamespace(model_arch_config=arch, architectures=["TinyForCausalLM"], dtype=model.dtype),
-        cache_config=SimpleNamespace(kv_cache_layout=model.layout, cache_dtype="auto", block_size=model.block_size),
+        kv_transfer_config=transfer,
+        model_config=SimpleNamespace(
+            model_arch_config=arch, architectures=["TinyForCausalLM"], dtype=model.dtype, use_mla=False
+        ),
+        cache_config=SimpleNamespace(
+            kv_cache_layout=model.layout,
+            cache_dtype="auto",
+            block_size=model.block_size,
+            enable_prefix_caching=True,
+        ),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=0,
+            data_parallel_rank_local=0,
+            data_parallel_master_ip="127.0.0.1",
+            pipeline_parallel_size=1,
+        ),
         speculative_config=None,
         compilation_config=SimpleNamespace(
             static_forward_context={name: attention_module(model.backend, model.isa) for name in model.names}
