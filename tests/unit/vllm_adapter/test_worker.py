@@ -214,24 +214,29 @@ def test_registering_again_ends_the_first_runtime() -> None:
     assert first.engine is not second.engine
 
 
+def closings() -> list[int]:
+    """How often each runtime made so far was closed."""
+    return [runtime.closed for runtime in NotedRuntime.made]
+
+
 def test_sleep_hooks_and_shutdown_are_idempotent() -> None:
     worker, _ = make_worker()
     worker.restore_kv_caches()
-    assert len(NotedRuntime.made) == 1, "nothing to restore"
+    assert closings() == [0], "nothing to restore"
     for _ in range(2):
         worker.unregister_kv_caches()
-    assert [runtime.closed for runtime in NotedRuntime.made] == [1]
+    assert closings() == [1]
     worker.restore_kv_caches()
-    assert len(NotedRuntime.made) == 2
-    worker.shutdown()
-    worker.shutdown()
-    assert NotedRuntime.made[1].closed == 1
+    assert closings() == [1, 0]
+    for _ in range(2):
+        worker.shutdown()
+    assert closings() == [1, 1]
 
 
 def test_an_engine_that_was_never_used_is_closed() -> None:
     model = Model()
     worker = WorkerSide(stub_vllm_config(model), model.cache_config(), SETTINGS)
-    engine = worker._engine
+    engine: Any = worker._engine
     worker.shutdown()
     assert isinstance(engine, NotedEngine)
     assert engine.closed == 1
