@@ -28,13 +28,13 @@ ENGINE = EngineId("prefill")
 Answer = Callable[[bytes], bytes | None]
 
 
-def tables(like: Dense, *, dtype: str = "bfloat16", encoding: str = "packed") -> dict[Rank, RankTable]:
+def tables(like: Dense, *, dtype: str = "bfloat16") -> dict[Rank, RankTable]:
     """Tables of all tensor ranks, with the model's fields as vLLM's adapter fills them in."""
     model = {"architecture": "Tiny", "layers": str(like.layers), "kv_heads": str(like.heads), "kv_cache_dtype": dtype}
     made = {}
     for tp in range(like.tp):
         table = Dense(**{**vars(like), "rank": tp}).table()
-        regions = (msgspec.structs.replace(region, dtype=dtype, encoding=encoding) for region in table.regions)
+        regions = (msgspec.structs.replace(region, dtype=dtype) for region in table.regions)
         made[Rank(tp=tp)] = msgspec.structs.replace(table, model=model, layout=like.layout, regions=tuple(regions))
     return made
 
@@ -80,6 +80,7 @@ class Producer:
 
     def __init__(self, identity: Identity, table: RankTable) -> None:
         self.identity = identity
+        self.table = table
         config = ProducerConfig(keep_s=100.0, lease_s=10.0)
         self.machine = ProducerMachine(identity, table, f"{HOST}:7000", config, draw=iter(range(1, 1000)).__next__)
         self.log: list[str] = []

@@ -94,4 +94,6 @@ def _check_complete(path: Path, engine: EngineHello) -> None:
     listed = engine.tables
     wanted = max(table.tp_size for table in listed.values()) * max(table.pp_size for table in listed.values())
     if len(listed) != wanted or len(engine.ranks) != wanted:
-        raise ConfigError(f"{path} holds {len(engine.ranks)} of {wanted} ranks of engine {engine.engine_id}")
+        raise ConfigError(
+            f"{path} holds {len(engine.ranks)} of {wanted} ranks of engine {engine.engine_id}; expected each once"
+        )

@@ -31,7 +31,7 @@ def judge(producers: Tables, consumers: Tables) -> Verdict:
     pass is planned, and the plan proven, by each consumer rank.
     """
     found = collapse(one for consumer in consumers.values() for one in _compared(producers, consumer))
-    if any(one.severity is Severity.REFUSE for one in found):
+    if _any_refusal(found):
         return refused(found)
     try:
         agreements = [one for rank, table in consumers.items() for one in _agreements(producers, rank, table)]
@@ -48,6 +48,8 @@ def judge_all(pairs: Iterable[tuple[Tables, Tables]]) -> Verdict:
     """One verdict of several pairs of engines (data-parallel ranks): refused if one is."""
     verdicts = [judge(*pair) for pair in pairs]
     differences = collapse(one for verdict in verdicts for one in verdict.mismatches)
+    if _any_refusal(differences):
+        return refused(differences)
     decisive = next((one for one in verdicts if one.status == "refused"), verdicts[0])
     return msgspec.structs.replace(decisive, mismatches=list(differences))
 
@@ -56,6 +58,10 @@ def refused(found: Iterable[Mismatch]) -> Verdict:
     """A refusal, in the words of the engines' logs."""
     told = collapse(found)
     return Verdict(status="refused", mismatches=list(told), why=explain(told))
+
+
+def _any_refusal(found: Iterable[Mismatch]) -> bool:
+    return any(one.severity is Severity.REFUSE for one in found)
 
 
 def _compared(producers: Tables, consumer: RankTable) -> Iterator[Mismatch]:
