@@ -133,14 +133,20 @@ class ConsumerSide:
         if load.phase is _Phase.ABANDONED:
             del self._loads[load.request_id]
             step.cancelled = [other for other in step.cancelled if other != load.request_id]
+            return
         self._used(load)
 
     def finished(self, request: Any, step: StepMetadata) -> None:
-        """The request was finished or aborted, at any point of its life."""
+        """The request was finished or aborted, at any point of its life.
+
+        While it is loading, the producer's blocks are free at once, for nothing that a running read still
+        brings will count; our own pages are free when the workers have reported (sglang#24527).
+        """
         load = self._loads.get(RequestId(request.request_id))
         if load is None:
             return
         if load.phase is _Phase.LOADING:
+            self._used(load)
             load.phase = _Phase.ABANDONED
             step.cancelled.append(load.request_id)
             return

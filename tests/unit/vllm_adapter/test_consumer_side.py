@@ -127,15 +127,16 @@ def test_abort_before_scheduling_releases() -> None:
     assert bench.quiet
 
 
-def test_abort_while_loading_waits_for_the_workers() -> None:
-    """The pages stay the transfer's until every rank has reported (sglang#24527)."""
+def test_abort_while_loading_frees_the_producer_and_waits_for_the_workers() -> None:
+    """Nothing that arrives counts any more, but our pages stay until every rank has reported (sglang#24527)."""
     bench = Bench()
     request = bench.arrive(make_request("r", 70, DECODE))
     bench.start(request)
     bench.step = StepMetadata()
     bench.abort(request)
     assert bench.step.cancelled == ["r"]
-    assert bench.releases.sent == []
+    assert bench.releases.sent == [RELEASE]
+    assert not bench.quiet
     bench.step = StepMetadata()
     bench.side.loaded("r", bench.step)
     assert bench.releases.sent == [RELEASE]
@@ -165,6 +166,19 @@ def test_children_release_after_the_last_of_them() -> None:
     bench.abort(children[2])
     assert bench.releases.sent == [RELEASE]
     assert [pull.request_id for pull in bench.step.pulls] == ["0_r", "1_r"]
+
+
+def test_a_child_that_is_aborted_while_loading_leaves_the_blocks_to_the_others() -> None:
+    bench = Bench()
+    children = [bench.arrive(make_request(f"{index}_r", 70, DECODE)) for index in range(2)]
+    for child in children:
+        bench.start(child)
+    bench.abort(children[0])
+    assert bench.releases.sent == []
+    bench.side.loaded("1_r", bench.step)
+    assert bench.releases.sent == [RELEASE]
+    bench.side.loaded("0_r", bench.step)
+    assert bench.releases.sent == [RELEASE]
 
 
 def test_a_child_that_comes_after_the_release_computes_here(caplog: pytest.LogCaptureFixture) -> None:
