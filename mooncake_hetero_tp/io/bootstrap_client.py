@@ -27,6 +27,7 @@ from mooncake_hetero_tp.types import EngineId, Incarnation, Rank
 logger = logging.getLogger(__name__)
 
 _MAX_ANSWER = 16 * 2**20
+_SHORTEST_TRY_S = 0.1
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
 _MAX_RANKS = 65536
@@ -72,7 +73,7 @@ def register(
     end = time.monotonic() + (3 * timeout_s if bound_s is None else bound_s)
     pause = _FIRST_PAUSE_S
     while True:
-        left = end - time.monotonic()
+        left = max(end - time.monotonic(), _SHORTEST_TRY_S)
         try:
             answer = _exchange(
                 "POST", f"http://{bootstrap}/register", msgspec.json.encode(worker), min(timeout_s, left)

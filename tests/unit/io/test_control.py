@@ -28,7 +28,7 @@ def channels() -> Iterator[Callable[[str | None], ControlChannel]]:
 
 def frames_at(channel: ControlChannel, number: int = 1) -> list[FromConsumer | FromProducer]:
     found: list[FromConsumer | FromProducer] = []
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while len(found) < number and time.monotonic() < end:
         inbox = channel.poll(0.1)
         found += [*inbox.from_consumers, *inbox.from_producers]

@@ -191,4 +191,4 @@ def test_a_read_whose_burial_takes_too_long_says_that_it_may_still_write(monkeyp
     assert caught.value.may_still_write
     gate.set()
     stuck.join(10)
-    assert bench.sessions.fence("peer", 5)
+    assert bench.sessions.fence("peer", 30)

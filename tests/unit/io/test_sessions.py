@@ -62,7 +62,7 @@ def test_a_session_registers_reads_and_unregisters() -> None:
     assert [one.read("peer", descriptors(3)), one.read("peer", descriptors(5))] == [0, -1]
     assert foreign.reads == [3, 5]
     one.retire()
-    assert one.wait_dead(5)
+    assert one.wait_dead(30)
     assert foreign.unregistered == foreign.registered == [buffer.address for buffer in BUFFERS]
 
 
@@ -86,7 +86,7 @@ def test_a_session_ends_only_when_its_last_call_has_returned() -> None:
     one.retire()
     assert not one.wait_dead(0.1)
     foreign.gate.set()
-    assert one.wait_dead(5)
+    assert one.wait_dead(30)
     for call in calls:
         call.join(5)
 
@@ -102,7 +102,7 @@ def test_a_dead_session_keeps_no_reference_to_its_engine() -> None:
     one = Session(Mortal(), "127.0.0.1", BUFFERS)
     one.read("peer", descriptors(1))
     one.retire()
-    assert one.wait_dead(5)
+    assert one.wait_dead(30)
     gc.collect()
     assert ended.is_set()
 
@@ -118,8 +118,8 @@ def test_each_peer_has_its_own_session_or_all_share_one() -> None:
     shared, made = table(per_peer=False)
     assert shared.current("a") is shared.current("b")
     assert len(made) == 1
-    assert separate.close(5)
-    assert shared.close(5)
+    assert separate.close(30)
+    assert shared.close(30)
 
 
 def test_a_prepared_session_is_the_first_one_used() -> None:
@@ -129,7 +129,7 @@ def test_a_prepared_session_is_the_first_one_used() -> None:
     assert len(made) == 1
     sessions.current("b")
     assert len(made) == 2
-    assert sessions.close(5)
+    assert sessions.close(30)
 
 
 def test_a_retired_session_is_replaced_once_for_all_readers() -> None:
@@ -140,7 +140,7 @@ def test_a_retired_session_is_replaced_once_for_all_readers() -> None:
     sessions.retire("a", old)
     assert sessions.current("a") is new is not old
     assert len(made) == 2
-    assert sessions.close(5)
+    assert sessions.close(30)
 
 
 def test_a_fence_waits_for_retired_sessions_of_that_peer_only() -> None:
@@ -152,12 +152,12 @@ def test_a_fence_waits_for_retired_sessions_of_that_peer_only() -> None:
     while not made[0].inside:
         time.sleep(0.001)
     sessions.current("a")
-    assert sessions.fence("a", 5)
+    assert sessions.fence("a", 30)
     assert not sessions.fence("b", 0.1)
     made[0].gate.set()
-    assert sessions.fence("b", 5)
+    assert sessions.fence("b", 30)
     stuck.join(5)
-    assert sessions.close(5)
+    assert sessions.close(30)
 
 
 def test_the_longest_unused_session_makes_room() -> None:
@@ -167,16 +167,16 @@ def test_the_longest_unused_session_makes_room() -> None:
     time.sleep(0.01)
     sessions.current("b").read("b", descriptors(1))
     sessions.current("c")
-    assert first.wait_dead(5)
+    assert first.wait_dead(30)
     assert len(made) == 3
-    assert sessions.close(5)
+    assert sessions.close(30)
 
 
 def test_a_closed_table_makes_no_session() -> None:
     sessions, made = table()
     sessions.prepare()
-    assert sessions.close(5)
-    assert sessions.close(5)
+    assert sessions.close(30)
+    assert sessions.close(30)
     assert made[0].unregistered == made[0].registered
     with pytest.raises(TransferError, match="closed"):
         sessions.current("a")
