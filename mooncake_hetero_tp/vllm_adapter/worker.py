@@ -148,7 +148,8 @@ class WorkerSide:
             consumer=(
                 ConsumerConfig(
                     deadline_s=config.load_deadline_s,
-                    connect_timeout_s=min(environment.connector_timeout_s, config.load_deadline_s),
+                    # A query and a handshake, each answered by a worker whose main thread may be compiling.
+                    connect_timeout_s=min(2 * environment.connector_timeout_s, config.load_deadline_s),
                 )
                 if consumes
                 else None
