@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from client import Answer, completion_body
-from deployment import EngineConfig
+from deployment import HOST, EngineConfig
+from tiny_model import TinyModel
 
+from mooncake_hetero_tp.cli import main
+from mooncake_hetero_tp.cli.decoder import build_decoder
+from mooncake_hetero_tp.cli.hello import read_hello
+from mooncake_hetero_tp.cli.wish import read_wish
+from mooncake_hetero_tp.core.regions import RankTable, Region
 from tests.e2e.pair import ANSWER_TOKENS, Counting, Pair, ask, ask_alone, new_prompt, running_pair
 from tests.e2e.proxies import both_at_once, producer_first
 
@@ -20,6 +28,7 @@ BOTH_WAYS = pytest.mark.parametrize(
     "source,target", [pytest.param(TP1, TP2, id="TP1->TP2"), pytest.param(TP2, TP1, id="TP2->TP1")]
 )
 BLOCK = 32
+PATIENT = ("--timeout", "60")
 END_OF_TEXT = 0
 
 
@@ -118,3 +127,40 @@ def test_first_answer_token_that_ends_the_text(pair: Pair) -> None:
     assert answer.finish_reason == "stop"
     assert_identical(answer, ask_alone(consumer, prompt, **ends))
     assert counting.becomes(tokens=199)
+
+
+@BOTH_WAYS
+def test_a_probe_foretells_what_the_other_engine_settles_on(
+    pair: Pair, source: int, target: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The decoder that `--as` rebuilds from the producer is, region for region, the one that runs beside it."""
+    producer, consumer = pair.engines[source], pair.engines[target]
+    files = [str(tmp_path / f"{engine.name}.json") for engine in (producer, consumer)]
+    for engine, path in zip((producer, consumer), files, strict=True):
+        assert main(["handshake", "dump", bootstrap(engine), "-o", path, *PATIENT]) == 0
+    saved = [read_hello(Path(path)).engines[0].tables for path in files]
+    tp = consumer.tensor_parallel
+    rebuilt = build_decoder(saved[0], read_wish(f"tp={tp},block_size={consumer.block_size}")).tables
+    assert {rank: layers_of(table) for rank, table in rebuilt.items()} == {
+        rank: layers_of(table) for rank, table in saved[1].items()
+    }
+    capsys.readouterr()
+    assert main(["handshake", "probe", bootstrap(producer), "--as", f"tp={tp}", "--json", *PATIENT]) == 0
+    foretold = json.loads(capsys.readouterr().out)
+    assert main(["handshake", "diff", *files, "--json"]) == 0
+    settled = json.loads(capsys.readouterr().out)
+    assert (foretold["agreement"], foretold["mismatches"]) == (settled["agreement"], settled["mismatches"])
+    assert foretold["agreement"]["bytes_per_token"] == TinyModel().kv_bytes_per_token
+
+
+def bootstrap(engine: EngineConfig) -> str:
+    return f"http://{HOST}:{engine.bootstrap_port}"
+
+
+def layers_of(table: RankTable) -> list[Region]:
+    """Regions without what each engine chooses by itself: where a layer's memory lies, and how many blocks."""
+    first: dict[str, int] = {}
+    return [
+        msgspec.structs.replace(own, base=own.base - first.setdefault(own.layer, own.base), num_blocks=1)
+        for own in table.regions
+    ]
