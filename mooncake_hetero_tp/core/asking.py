@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from mooncake_hetero_tp.core.effects import ConsumerEffect, Send
+from mooncake_hetero_tp.core.links import LinkConfig
 from mooncake_hetero_tp.core.messages import Cancel, Claim, Pull, Renew
 from mooncake_hetero_tp.core.pulls import PairPull, Request
 from mooncake_hetero_tp.core.timers import Timers
@@ -31,6 +32,16 @@ class ConsumerConfig:
     """How long a refusal stands before the engine is asked again."""
     max_requests: int = 65536
     max_engines: int = 1024
+
+    def for_links(self) -> LinkConfig:
+        """The part that concerns producer engines."""
+        return LinkConfig(
+            connect_timeout_s=self.connect_timeout_s,
+            resend_s=self.resend_s,
+            resend_max_s=self.resend_max_s,
+            refuse_cache_s=self.refuse_cache_s,
+            max_engines=self.max_engines,
+        )
 
 
 class Asker:

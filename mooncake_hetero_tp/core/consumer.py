@@ -33,7 +33,7 @@ from mooncake_hetero_tp.core.effects import (
     StartRead,
     StopRead,
 )
-from mooncake_hetero_tp.core.links import EngineLink, LinkConfig, LinkTable, Planner
+from mooncake_hetero_tp.core.links import EngineLink, LinkTable, Planner
 from mooncake_hetero_tp.core.messages import (
     Gone,
     GoneReason,
@@ -44,7 +44,7 @@ from mooncake_hetero_tp.core.messages import (
     Waiting,
     Welcome,
 )
-from mooncake_hetero_tp.core.pulls import EXPLANATIONS, PairPull, Request, new_pulls, wrong_grant
+from mooncake_hetero_tp.core.pulls import EXPLANATIONS, PairPull, Request, new_pulls, read_failure, wrong_grant
 from mooncake_hetero_tp.core.regions import RankTable
 from mooncake_hetero_tp.core.sessions import Validate
 from mooncake_hetero_tp.core.states import Link, Load, LoadEvent, Stage, StageEvent
@@ -71,7 +71,7 @@ class ConsumerMachine:
     ) -> None:
         self._config = config
         self._draw = draw
-        self._links = LinkTable(identity, table, _link_config(config), planner, validate)
+        self._links = LinkTable(identity, table, config.for_links(), planner, validate)
         self._groups = len(table.groups)
         self._requests: dict[RequestId, Request] = {}
         self._pulls: dict[PullId, PairPull] = {}
@@ -158,7 +158,7 @@ class ConsumerMachine:
             if isinstance(due, PairPull):
                 self._pull_due(due, now)
             else:
-                self._fail(due, f"not loaded within {self._config.deadline_s:g} s; {_whereabouts(due)}")
+                self._fail(due, f"not loaded within {self._config.deadline_s:g} s; {due.whereabouts}")
         return self._take(now)
 
     def next_deadline(self) -> float | None:
@@ -354,7 +354,7 @@ class ConsumerMachine:
         self._asker.renew_later(pull, deadline - pull.lease_s, now)
 
     def _on_read(self, pull: PairPull, outcome: ReadOutcome) -> None:
-        failure = _failure(pull, outcome)
+        failure = read_failure(pull, outcome)
         wild = not outcome.ok and not outcome.transport_dead
         if pull.stage is Stage.READING and failure:
             self._asker.cancel(pull)
@@ -411,27 +411,3 @@ class ConsumerMachine:
         out = self._links.take_effects() + self._out
         self._out.clear()
         return out
-
-
-def _link_config(config: ConsumerConfig) -> LinkConfig:
-    return LinkConfig(
-        connect_timeout_s=config.connect_timeout_s,
-        resend_s=config.resend_s,
-        resend_max_s=config.resend_max_s,
-        refuse_cache_s=config.refuse_cache_s,
-        max_engines=config.max_engines,
-    )
-
-
-def _failure(pull: PairPull, outcome: ReadOutcome) -> str | None:
-    """Why a read does not count; None: it does."""
-    if outcome.returned_at > pull.deadline:
-        late_s = outcome.returned_at - pull.deadline
-        return f"the read returned {late_s:.3f} s after its lease ended; the blocks may have been reused meanwhile"
-    return None if outcome.ok else f"the read failed: {outcome.error or 'the engine gave no reason'}"
-
-
-def _whereabouts(request: Request) -> str:
-    if request.state is Load.CONNECTING:
-        return f"still connecting to {request.link.name}: {request.link.reason}"
-    return "; ".join(f"{pull.name}: {pull.stage}" for pull in request.pulls)

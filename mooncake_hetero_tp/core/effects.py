@@ -20,9 +20,7 @@ Block ids are one-dimensional integer arrays, one per KV cache group, in *logica
 page i of the request, null pages included. All times are seconds of the driver's one monotonic clock.
 
 Leases are safe only if a driver reads that clock *after* it has received the message that it passes to a
-producer machine, and *before* it sends what a consumer machine returns. It passes completed reads and
-received messages before it calls `tick`, so that a process that was stopped does not time out what has
-been answered. A transport session must name one process: one that is reused within a lease would let a
+producer machine, and *before* it sends what a consumer machine returns. A transport session must name one process: one that is reused within a lease would let a
 read reach the memory of another incarnation.
 """
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
+from mooncake_hetero_tp.core.admission import Admission, ProducerConfig
 from mooncake_hetero_tp.core.effects import FinishedSending, Kept, Level, Notice, ProducerEffect, Reply
 from mooncake_hetero_tp.core.handshake import compare as compare_tables
 from mooncake_hetero_tp.core.handshake import explain
-from mooncake_hetero_tp.core.leases import PullEntry, PullTable, Transfer, make_transfer, unreadable
+from mooncake_hetero_tp.core.leases import PullEntry, PullTable, Transfer, make_transfer
 from mooncake_hetero_tp.core.messages import (
     Cancel,
     Claim,
@@ -46,28 +46,7 @@ from mooncake_hetero_tp.core.timers import Timers
 from mooncake_hetero_tp.core.tombstones import Tombstones
 from mooncake_hetero_tp.types import Identity, RequestId, TransferId
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProducerConfig:
-    """Times and table bounds of one producer rank; times in seconds."""
-
-    keep_s: float = 480.0
-    """How long kept blocks wait for their first Claim (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)."""
-    lease_s: float = 30.0
-    """How long a Claim or Renew holds the blocks."""
-    clock_drift: float = 0.002
-    """Largest relative difference of the two sides' clock rates; leases end later here by this much.
-    NTP slews by at most 0.0005, crystals differ by less."""
-    orphan_s: float = 60.0
-    """How long a pull of an unknown transfer waits without a sign of its consumer, which sends one
-    every `ConsumerConfig.heartbeat_s` (cap of vllm#51236)."""
-    max_sessions: int = 4096
-    max_pulls: int = 65536
-    max_waiting: int = 16384
-    """Pulls of transfers that are not known yet."""
-    max_tombstones: int = 65536
-    null_block: int | None = 0
-    """Block id that stands for a dropped page (vLLM: 0)."""
+__all__ = ["ProducerConfig", "ProducerMachine"]
 
 
 class ProducerMachine:
@@ -93,6 +72,7 @@ class ProducerMachine:
         self._kept: dict[TransferId, Transfer] = {}
         self._pulls = PullTable()
         self._tombs = Tombstones(config.max_tombstones, config.keep_s)
+        self._admission = Admission(config, table.groups, self._kept, self._pulls, self._tombs)
         self._timers: Timers[Transfer | PullEntry] = Timers()
         self._closing = False
         self._out: list[ProducerEffect] = []
@@ -207,30 +187,7 @@ class ProducerMachine:
             self._admit(peer, session, message, now)
 
     def _obstacle(self, session: Session, message: Pull) -> GoneReason | None:
-        transfer = self._kept.get(message.transfer_id)
-        if self._closing:
-            return GoneReason.CLOSING
-        if len(message.ranges) != len(self._groups):
-            return GoneReason.BAD_RANGES
-        if transfer is None:
-            return self._obstacle_unkept(session, message)
-        if transfer.state is Hold.ENDING:
-            return transfer.end_reason
-        if session.tag in transfer.released_by:
-            return GoneReason.RELEASED
-        if len(self._pulls) >= self._config.max_pulls:
-            return GoneReason.OVERLOADED
-        return self._unreadable(transfer, message)
-
-    def _obstacle_unkept(self, session: Session, message: Pull) -> GoneReason | None:
-        tomb = self._tombs.get(message.transfer_id)
-        if tomb is not None and (session.tag in tomb.released_by or not tomb.early):
-            return tomb.reason
-        full = self._pulls.waiting >= self._config.max_waiting or len(self._pulls) >= self._config.max_pulls
-        return GoneReason.OVERLOADED if full else None
-
-    def _unreadable(self, transfer: Transfer, pull: Pull | PullEntry) -> GoneReason | None:
-        return unreadable(transfer, pull.ranges, self._groups, self._config.null_block)
+        return GoneReason.CLOSING if self._closing else self._admission.obstacle(session, message)
 
     def _admit(self, peer: bytes, session: Session, message: Pull, now: float) -> None:
         pull = PullEntry(
@@ -319,7 +276,7 @@ class ProducerMachine:
         self._hold(transfer, now + self._config.keep_s)
         for pull in self._pulls.of(transfer.transfer_id):
             self._timers.disarm(pull)
-            if (reason := self._unreadable(transfer, pull)) is not None:
+            if (reason := self._admission.unreadable(transfer, pull)) is not None:
                 self._drop(pull, reason)
 
     def _written(self, transfer: Transfer, now: float) -> None:

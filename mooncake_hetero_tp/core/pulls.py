@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mooncake_hetero_tp.core.backoff import Backoff
-from mooncake_hetero_tp.core.effects import Plan, PullRequest, ReadId
+from mooncake_hetero_tp.core.effects import Plan, PullRequest, ReadId, ReadOutcome
 from mooncake_hetero_tp.core.links import EngineLink
 from mooncake_hetero_tp.core.messages import GoneReason, Grant, Welcome
 from mooncake_hetero_tp.core.states import LOAD, STAGE, Load, LoadEvent, Stage, StageEvent, after
@@ -65,6 +65,13 @@ class Request:
             if ranked is None or ranked.welcome is None or ranked.welcome.identity != witness:
                 return witness
         return None
+
+    @property
+    def whereabouts(self) -> str:
+        """How far it has come, for people."""
+        if self.state is Load.CONNECTING:
+            return f"still connecting to {self.link.name}: {self.link.reason}"
+        return "; ".join(f"{pull.name}: {pull.stage}" for pull in self.pulls)
 
     @property
     def may_be_written(self) -> bool:
@@ -162,3 +169,11 @@ def wrong_grant(pull: PairPull, grant: Grant) -> str | None:
     if pull.request.producer_tag not in (None, grant.request_tag):
         return "granted blocks of another request than its fellow rank; transfer ids must not be used twice"
     return None
+
+
+def read_failure(pull: PairPull, outcome: ReadOutcome) -> str | None:
+    """Why a read does not count; None: it does."""
+    if outcome.returned_at > pull.deadline:
+        late_s = outcome.returned_at - pull.deadline
+        return f"the read returned {late_s:.3f} s after its lease ended; the blocks may have been reused meanwhile"
+    return None if outcome.ok else f"the read failed: {outcome.error or 'the engine gave no reason'}"

@@ -29,6 +29,7 @@ from tests.simulation.reads import Read
 from tests.simulation.world import Process, Violation, World
 
 PAGES = 8
+RANKS = 2
 CONFIG = ConsumerConfig(
     deadline_s=20.0,
     connect_timeout_s=6.0,
@@ -49,8 +50,10 @@ CONSUMER_TABLE = RankTable(
     regions=(),
     buffers=(),
 )
-SOURCES = ((0, 1), (1,))
-"""Producer ranks that each consumer rank reads from; nobody reads from the third."""
+Sources = tuple[tuple[int, ...], ...]
+"""Producer ranks that each consumer rank reads from."""
+SOURCES: tuple[Sources, ...] = (((0, 1), (1,)), ((0, 1), (1,)), ((0,), (1,)), ((0, 1), (1, 2)))
+"""In most schedules nobody reads from the third producer rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,11 @@ class Job:
         return self.prefill.transfer_id
 
     @property
+    def loads_soon(self) -> bool:
+        """Whether its ranks began to load it before any deadline had to resolve anything."""
+        return bool(self.started_at) and max(self.started_at.values()) < CONFIG.deadline_s and self.prefill.finished
+
+    @property
     def loaded_pages(self) -> range:
         """Pages that the load writes; none on a full hit."""
         return range(self.skip // PAGE_TOKENS, self.prefill.pages if self.skip < self.prefill.tokens else 0)
@@ -129,6 +137,7 @@ class ConsumerRank(Endpoint):
     def __init__(self, engine: ConsumerEngine, index: int) -> None:
         super().__init__(engine, f"{engine.name}{index}.{engine.incarnation}")
         self.index = index
+        self.sources: tuple[int, ...] = engine.cluster.sources[index]
         self.memory: dict[tuple[int, int], int] = {}
         self.reads: dict[int, Read] = {}
         self.machine = ConsumerMachine(
@@ -141,7 +150,7 @@ class ConsumerRank(Endpoint):
         )
 
     def _plan(self, _own: RankTable, _tables: Mapping[Rank, RankTable]) -> dict[Rank, SourcePlan]:
-        return {Rank(tp=source): SourcePlan(source) for source in SOURCES[self.index]}
+        return {Rank(tp=source): SourcePlan(source) for source in self.sources}
 
     def start(self, job: Job, request: PullRequest, now: float) -> list[ConsumerEffect]:
         job.started_at[self.index] = self.world.now
@@ -190,7 +199,7 @@ class ConsumerEngine:
         self.siblings: dict[TransferId, int] = {}
         self.released: set[TransferId] = set()
         self.releaser = Releaser(self)
-        self.ranks = [ConsumerRank(self, index) for index in range(len(SOURCES))]
+        self.ranks = [ConsumerRank(self, index) for index in range(RANKS)]
 
     @property
     def dead(self) -> bool:
@@ -232,7 +241,7 @@ class ConsumerEngine:
         blocks = np.array(job.pages, np.int32)
         for rank in self.ranks:
             for page in job.pages:
-                for source in SOURCES[rank.index]:
+                for source in rank.sources:
                     rank.memory[page, source] = TORN
             request = PullRequest(job.request_id, job.transfer_id, ENGINE, BOOTSTRAP, (tokens,), (blocks,))
             rank.order(rank.start, job, request)
@@ -282,7 +291,7 @@ class ConsumerEngine:
     def _check_content(self, job: Job) -> None:
         for rank in self.ranks:
             for page in job.loaded_pages:
-                for source in SOURCES[rank.index]:
+                for source in rank.sources:
                     found, expected = rank.memory[job.pages[page], source], job.prefill.content(page)
                     if found != expected:
                         raise Violation(

@@ -1,4 +1,4 @@
-"""The prefill side: a scheduler with a block pool, and three ranks of which nobody reads the third."""
+"""The prefill side: a scheduler with a block pool, and three ranks, of which nobody may read the third."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class ProducerEngine:
             rank.order(rank.machine.abort, prefill.transfer_id, prefill.request_id)
 
     def _gpu_done(self, rank: ProducerRank, prefill: Prefill) -> None:
-        if not prefill.freed:  # a freed block is rewritten on the same stream, after this
+        if not prefill.freed and rank.index not in prefill.done_at:
             rank.write(prefill)
         rank.order(rank.machine.mark_ready, prefill.transfer_id, prefill.request_id)
 
@@ -191,6 +191,8 @@ class ProducerEngine:
             raise Violation(f"{rank.name} finished sending {request_id}, which it was not told to keep (any more)")
         self.cluster.check_no_reader(rank, prefill)
         prefill.done_at.add(rank.index)
+        for block in prefill.blocks:  # nothing may rely on this rank's part from here on
+            rank.memory[block] = TORN
         if len(prefill.done_at) == RANKS:
             self._free(prefill)
 

@@ -21,7 +21,7 @@ from tests.simulation import consumers, producers
 from tests.simulation.cluster import run_seed
 from tests.simulation.world import Violation
 
-SEEDS = 1500
+SEEDS = 10_000
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -37,7 +37,7 @@ def first_violation(seeds: range) -> str:
 
 def late_reads_count(patch: pytest.MonkeyPatch) -> None:
     """A read that returns after its lease is taken for good (vllm#52234)."""
-    patch.setattr(consumer, "_failure", lambda _pull, outcome: None if outcome.ok else "failed")
+    patch.setattr(consumer, "read_failure", lambda _pull, outcome: None if outcome.ok else "failed")
 
 
 def ready_before_the_gpu_is_done(patch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,14 @@ def draw_weather(rng: random.Random) -> Weather:
     if kind < 0.25:
         return CALM
     if kind < 0.4:
-        return Weather(read_slow=0.8, duplicate=0.1, pauses=1, partitions=1 + (rng.random() < 0.5))
+        trouble = rng.randrange(4)
+        return Weather(
+            read_slow=0.8,
+            duplicate=0.1,
+            pauses=trouble == 0,
+            partitions=trouble < 3,
+            producer_restarts=trouble == 3,
+        )
 
     def some(most: float) -> float:
         return rng.random() * most if rng.random() < 0.5 else 0.0
