@@ -62,7 +62,7 @@ class MooncakeEngine:
         clock: Callable[[], float] = time.monotonic,
         make_foreign: Callable[[], ForeignEngine] | None = None,
     ) -> None:
-        """Load Mooncake and start to listen.
+        """Load Mooncake; its engines start when memory is registered.
 
         Args:
             host: the address that peers use; never guessed here.
@@ -77,8 +77,7 @@ class MooncakeEngine:
 
         Raises:
             MissingLibraryError: Mooncake or a library it needs is missing; in the loader's own words.
-            ConfigError: Mooncake does not start with this host, protocol and device, or
-                MC_TRANSFER_TIMEOUT is not below the lease.
+            ConfigError: MC_TRANSFER_TIMEOUT is not below the lease.
         """
         timeout_s = set_transfer_timeout(lease_s)
         limits = limits or EngineLimits()

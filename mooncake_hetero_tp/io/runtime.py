@@ -142,7 +142,10 @@ class WorkerRuntime:
 
         Raises:
             ConfigError, TransferError: what went wrong and what to do; everything is closed again.
+            LocalUsageError: it was closed; a runtime starts once.
         """
+        if self._ending.is_set():
+            raise LocalUsageError("start: this runtime was closed; make a new one, with a new incarnation")
         if self._loop is not None:
             return
         try:

@@ -82,6 +82,7 @@ class TransferEngine(Protocol):
 
         Raises:
             TransferError: names the buffer, its size and address, and the code.
+            ConfigError: the transport does not start with the operator's settings.
         """
 
     def read(self, transport_session: str, descriptors: Descriptors, *, deadline: Deadline) -> ReadTally:

@@ -62,10 +62,11 @@ def test_credits_are_served_in_order_of_arrival() -> None:
 
     with credits_.hold("peer", Cost(5, 1), wanted=always):
         threads = []
-        for name, size in (("large", 10), ("small", 1)):
+        for queued, (name, size) in enumerate((("large", 10), ("small", 1)), start=1):
             threads.append(threading.Thread(target=use, args=(name, size)))
             threads[-1].start()
-            time.sleep(0.05)
+            while len(credits_._peers["peer"].waiting) < queued:
+                time.sleep(0.001)
         assert order == []
     for thread in threads:
         thread.join(10)

@@ -372,6 +372,8 @@ def test_start_and_close_may_be_repeated() -> None:
     runtime.close()
     with pytest.raises(LocalUsageError, match="was closed"):
         runtime.submit(StepWork())
+    with pytest.raises(LocalUsageError, match="a new incarnation"):
+        runtime.start()
     assert runtime.collect() == Finished()
 
 
