@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from mooncake_hetero_tp.cli.wish import Wish, read_wish
@@ -52,3 +55,11 @@ def test_what_cannot_be_meant_is_named(text: str, word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_wish(text)
     assert word in str(caught.value)
+
+
+def test_what_the_readme_asks_can_be_read() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    wishes = re.findall(r"--as ([a-z_]+=\S+)", readme)
+    assert wishes
+    for wish in wishes:
+        read_wish(wish)
