@@ -75,6 +75,8 @@ class ProducerMachine:
         self._admission = Admission(config, table.groups, self._kept, self._pulls, self._tombs)
         self._timers: Timers[Transfer | PullEntry] = Timers()
         self._closing = False
+        self._overloaded = False
+        """The last Gone was for a full table, which is in the log already."""
         self._out: list[ProducerEffect] = []
 
     # --- inputs ----------------------------------------------------------------------------------
@@ -365,10 +367,17 @@ class ProducerMachine:
     def _expire(self, now: float) -> None:
         for due in self._timers.expired(now):
             if isinstance(due, Transfer):
-                self._free(due, due.end_reason, now)
+                self._expired(due, now)
             else:
                 self._drop(due, GoneReason.NEVER_CAME)
         self._tombs.expire(now)
+
+    def _expired(self, transfer: Transfer, now: float) -> None:
+        claimed = transfer.state in (Hold.LEASED, Hold.ENDING)
+        why = "its last lease ended" if claimed else f"nobody claimed it within {self._config.keep_s:g} s"
+        text = f"request {transfer.request_id} (transfer {transfer.transfer_id}) was not released: {why}; blocks freed"
+        self._notice(Level.WARNING, text)
+        self._free(transfer, transfer.end_reason, now)
 
     def _drop_all(self, pulls: Iterable[PullEntry], reason: GoneReason) -> None:
         """Drop pulls; those that were granted know from their own clock."""
@@ -391,6 +400,13 @@ class ProducerMachine:
         self._out.append(Reply(pull.peer, message))
 
     def _gone(self, peer: bytes, message: Pull | Claim | Renew, reason: GoneReason) -> None:
+        if reason is GoneReason.OVERLOADED and not self._overloaded:
+            self._notice(
+                Level.WARNING,
+                f"pulls are turned away: {len(self._pulls)} of {self._config.max_pulls} are held, "
+                f"{self._pulls.waiting} of {self._config.max_waiting} wait; consumers ask again later",
+            )
+        self._overloaded = reason is GoneReason.OVERLOADED
         self._out.append(Reply(peer, Gone(message.session, message.pull, reason)))
 
     def _notice(self, level: Level, text: str) -> None:

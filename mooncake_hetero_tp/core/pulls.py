@@ -173,7 +173,9 @@ def wrong_grant(pull: PairPull, grant: Grant) -> str | None:
 
 def read_failure(pull: PairPull, outcome: ReadOutcome) -> str | None:
     """Why a read does not count; None: it does."""
-    if outcome.returned_at > pull.deadline:
-        late_s = outcome.returned_at - pull.deadline
-        return f"the read returned {late_s:.3f} s after its lease ended; the blocks may have been reused meanwhile"
-    return None if outcome.ok else f"the read failed: {outcome.error or 'the engine gave no reason'}"
+    late_s = outcome.returned_at - pull.deadline
+    late = f"the read returned {late_s:.3f} s after its lease ended; the blocks may have been reused meanwhile"
+    if outcome.ok:
+        return late if late_s > 0 else None
+    failed = f"the read failed: {outcome.error or 'the engine gave no reason'}"
+    return f"{failed}; {late}" if late_s > 0 else failed

@@ -232,13 +232,19 @@ def test_a_read_is_stopped_when_its_lease_ends_and_reported_when_it_has_returned
     assert [effect.read_id for effect in only(pair.effects, StopRead)] == [pair.reads[0].read_id]
     assert pair.reports == []
     finish(pair, ok=False, error="stopped", transport_dead=True)
-    assert "after its lease ended" in reason(pair) or "stopped" in reason(pair)
+    assert "the read failed: stopped" in reason(pair)
 
 
 def test_a_late_read_is_a_failed_load(pair: Pair) -> None:
     reading(pair)
     finish(pair, returned_at=10.001)
     assert "returned 0.001 s after its lease ended" in reason(pair)
+
+
+def test_a_late_failure_tells_both(pair: Pair) -> None:
+    reading(pair)
+    finish(pair, returned_at=12.0, ok=False, error="timed out", transport_dead=True)
+    assert "the read failed: timed out; the read returned 2.000 s after its lease ended" in reason(pair)
 
 
 def test_a_read_that_returned_in_time_counts_however_late_it_is_told(pair: Pair) -> None:

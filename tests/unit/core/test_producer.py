@@ -231,6 +231,17 @@ def test_unclaimed_blocks_are_kept_for_the_keep_time(bench: Bench) -> None:
     assert bench.pull() == [gone(GoneReason.EXPIRED)]
 
 
+@pytest.mark.parametrize("claimed,words", [(False, "nobody claimed it within 100 s"), (True, "its last lease ended")])
+def test_expiry_is_in_the_log(bench: Bench, claimed: bool, words: str) -> None:
+    bench.do("keep", kept())
+    if claimed:
+        bench.pull()
+        bench.claim()
+    bench.now = 200.0
+    (notice,) = only(bench.do("tick"), Notice)
+    assert all(word in notice.text for word in ("p-1", XFER, words))
+
+
 def test_claimed_blocks_are_kept_for_the_lease_and_the_clocks_drift(bench: Bench) -> None:
     bench.now = 50.0
     bench.leased()
@@ -449,6 +460,14 @@ def test_pulls_are_bounded() -> None:
     bench.do("keep", kept())
     bench.pull(1)
     assert bench.pull(2) == bench.pull(2, "unknown") == [gone(GoneReason.OVERLOADED, 2)]
+
+
+def test_overload_is_logged_once_until_something_else_is_refused() -> None:
+    bench = Bench(max_pulls=0)
+    ids = (bench.session, PullId(1), XFER, RequestId("d"), (TokenRange(0, 4),))
+    stale = (SessionId(9), *ids[1:])
+    told = [len(only(bench.do("receive", b"d0", Pull(*which)), Notice)) for which in (ids, ids, stale, ids)]
+    assert told == [1, 0, 0, 1]
 
 
 def test_sessions_are_bounded() -> None:
