@@ -81,7 +81,7 @@ class Reads:
         deadline = Deadline(start.deadline)
         with self._lock:
             self._running[start.read_id] = _Running(start, deadline)
-        self.pool.submit(lambda: self._run(start, deadline))
+        self.pool.submit(lambda: self._run(start, deadline), key=start.transport_session)
 
     def _deadline(self, read_id: ReadId) -> Deadline | None:
         with self._lock:

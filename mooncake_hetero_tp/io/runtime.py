@@ -114,7 +114,7 @@ class WorkerRuntime:
         self._book = StatsBook()
         self._server = None if config.bootstrap_bind is None else BootstrapServer(config.bootstrap_bind)
         self._resolvers = WorkerPool("mht-resolve", _RESOLVERS)
-        self._read_pool = WorkerPool("mht-read", config.num_workers)
+        self._read_pool = WorkerPool("mht-read", config.num_workers, per_key=max(2, config.num_workers // 3))
         tools = ReadTools(
             engine=engine, table=table, clear_tails=clear_tails, clock=clock, null_block=config.null_block
         )

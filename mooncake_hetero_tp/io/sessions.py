@@ -26,6 +26,8 @@ _ACCEPT_PERIOD_S = 1.0
 """Mooncake's handshake thread looks for the end once in this time, and its destructor holds the GIL
 while it waits for that thread: up to a second in which no other Python thread runs (measured)."""
 _NUDGE_LEAD_S = 0.05
+_PROBE_S = 5.0
+"""A peer's handshake thread serves one connection after the other, each for up to 5 s."""
 
 
 class ForeignEngine(Protocol):
@@ -202,14 +204,24 @@ class SessionTable:
     nobody else, and one for all where each costs a registration of the whole cache (RDMA).
     """
 
-    def __init__(self, make: Callable[[], Session], *, per_peer: bool, max_sessions: int) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Session],
+        *,
+        per_peer: bool,
+        max_sessions: int,
+        answers: Callable[[str, float], bool] | None = None,
+    ) -> None:
+        """`answers(peer, patience_s)`: whether a peer that failed is there again."""
         self._make = make
+        self._answers = answers or handshake_answers
         self._per_peer = per_peer
         self._max_sessions = max_sessions
         self._lock = threading.Lock()
         self._current: dict[str, Session] = {}
         self._retired: dict[str, list[Session]] = {}
         self._spare: Session | None = None
+        self._suspects: set[str] = set()
         self._closed = False
 
     def _key(self, peer: str) -> str:
@@ -227,10 +239,17 @@ class SessionTable:
     def current(self, peer: str) -> Session:
         """The session to read from `peer` in.
 
+        A peer that failed last time is asked first whether it is there: Mooncake's own handshake with a
+        stopped process takes 60 s, with a lock held that all reads of the engine need (measured).
+
         Raises:
-            TransferError: the engine is closed, or a new session could not be made.
+            TransferError: the engine is closed, a new session could not be made, or the peer is not there.
         """
         key = self._key(peer)
+        if peer in self._suspects:
+            if not self._answers(peer, _PROBE_S):
+                raise TransferError(f"{peer} failed before and answers no handshake within {_PROBE_S:g} s")
+            self._suspects.discard(peer)
         with self._lock:
             if self._closed:
                 raise TransferError(f"reading from {peer}: the transfer engine is closed")
@@ -248,8 +267,9 @@ class SessionTable:
             self._retire_locked(key, self._current[key])
 
     def retire(self, peer: str, session: Session) -> None:
-        """Take a session that failed out of use."""
+        """Take a session out of use in which a read from `peer` failed."""
         with self._lock:
+            self._suspects.add(peer)
             self._retire_locked(self._key(peer), session)
 
     def _retire_locked(self, key: str, session: Session) -> None:
@@ -285,6 +305,21 @@ class SessionTable:
                 self._retire_locked(key, session)
             waiting = [session for sessions in self._retired.values() for session in sessions]
         return _all_dead(waiting, timeout_s)
+
+
+def handshake_answers(peer: str, patience_s: float) -> bool:
+    """Whether Mooncake's handshake thread at `host:port` runs: it hangs up on who hangs up.
+
+    Mooncake's own probe has no timeout of ours, and the kernel accepts connections for a stopped process.
+    """
+    host, _, port = peer.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            return connection.recv(1) == b""
+    except (OSError, ValueError) as error:
+        logger.debug("%s answers no handshake: %s", peer, error)
+        return False
 
 
 def _all_dead(sessions: Sequence[Session], timeout_s: float) -> bool:

@@ -53,7 +53,8 @@ def test_it_is_a_transfer_engine() -> None:
     one.close()
 
 
-def test_peers_read_from_an_engine_that_is_never_replaced() -> None:
+def test_peers_read_from_an_engine_that_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake_hetero_tp.io.sessions.handshake_answers", lambda *_: True)
     made: list[FakeForeign] = []
     both = engine(made, protocol="tcp")
     both.register([Buffer(0x1000, 64), Buffer(0x1020, 64)])

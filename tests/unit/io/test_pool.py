@@ -52,6 +52,28 @@ def test_the_end_runs_what_is_queued_or_drops_it() -> None:
         assert ran.is_set() is not drop_queued
 
 
+def test_a_key_takes_only_its_share_of_the_threads() -> None:
+    pool = WorkerPool("mht-test", 3, per_key=2)
+    gate = threading.Event()
+    ran: list[str] = []
+
+    def stuck() -> None:
+        gate.wait(30)
+        ran.append("stuck")
+
+    passed = threading.Event()
+    for _ in range(5):
+        pool.submit(stuck, key="stuck")
+    pool.submit(lambda: ran.append("other"), key="other")
+    pool.submit(passed.set)
+    assert passed.wait(30)
+    assert ran == ["other"]
+    gate.set()
+    assert pool.close(30)
+    assert ran == ["other"] + ["stuck"] * 5
+    assert not pool._running
+
+
 def test_no_job_after_the_end_and_no_thread_without_a_job() -> None:
     pool = WorkerPool("mht-test", 4)
     assert pool.close(5)

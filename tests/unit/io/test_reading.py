@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mooncake_hetero_tp.errors import TransferError
 from mooncake_hetero_tp.io.reading import EngineLimits, Reader
 from mooncake_hetero_tp.io.sessions import Session, SessionTable
 from mooncake_hetero_tp.io.transfer import Deadline, ReadFailed
@@ -23,7 +24,8 @@ class Bench:
         self.clock = FakeClock()
         self.made: list[FakeForeign] = []
         self._codes = [list(answers) for answers in codes]
-        self.sessions = SessionTable(self._make, per_peer=True, max_sessions=8)
+        self.there = True
+        self.sessions = SessionTable(self._make, per_peer=True, max_sessions=8, answers=lambda *_: self.there)
         self.reader = Reader(self.sessions, EngineLimits(**limits), self.clock, timeout_s)
 
     def _make(self) -> Session:
@@ -82,6 +84,15 @@ def test_a_peer_that_always_fails_ends_the_read_within_three_calls() -> None:
     assert [foreign.reads for foreign in bench.made] == [[5, 5], [5]]
     assert not caught.value.may_still_write
     assert all(foreign.unregistered == foreign.registered for foreign in bench.made)
+
+
+def test_a_fresh_session_is_not_opened_with_a_peer_that_is_not_there() -> None:
+    bench = Bench([-1] * 9, [-1] * 9)
+    bench.there = False
+    with pytest.raises(TransferError, match="answers no handshake"):
+        bench.read(5)
+    assert [foreign.reads for foreign in bench.made] == [[5, 5]]
+    assert bench.made[0].unregistered == bench.made[0].registered
 
 
 def test_a_failure_is_no_other_peers_business() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import time
 
@@ -8,7 +9,7 @@ import pytest
 
 from mooncake_hetero_tp.core.regions import Buffer
 from mooncake_hetero_tp.errors import LocalUsageError, TransferError
-from mooncake_hetero_tp.io.sessions import Session, SessionTable, merge_overlaps, register_all
+from mooncake_hetero_tp.io.sessions import Session, SessionTable, handshake_answers, merge_overlaps, register_all
 from tests.unit.io.foreign import BUFFERS, FakeForeign, descriptors
 
 pytestmark = pytest.mark.usefixtures("quick_burial")
@@ -25,7 +26,7 @@ def table(*, per_peer: bool = True, most: int = 8) -> tuple[SessionTable, list[F
         made.append(FakeForeign())
         return session(made[-1])
 
-    return SessionTable(make, per_peer=per_peer, max_sessions=most), made
+    return SessionTable(make, per_peer=per_peer, max_sessions=most, answers=lambda *_: True), made
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -170,6 +171,44 @@ def test_the_longest_unused_session_makes_room() -> None:
     assert first.wait_dead(30)
     assert len(made) == 3
     assert sessions.close(30)
+
+
+def test_a_peer_that_failed_is_asked_before_it_is_read_again() -> None:
+    asked: list[str] = []
+
+    def answers(peer: str, patience_s: float) -> bool:
+        asked.append(peer)
+        return len(asked) > 1
+
+    sessions = SessionTable(session, per_peer=False, max_sessions=8, answers=answers)
+    sessions.current("b")
+    sessions.retire("a", sessions.current("a"))
+    with pytest.raises(TransferError, match="a failed before and answers no handshake"):
+        sessions.current("a")
+    sessions.current("b")
+    sessions.current("a")
+    sessions.current("a")
+    assert asked == ["a", "a"]
+    assert sessions.close(30)
+
+
+def test_a_handshake_thread_is_known_by_its_hanging_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert not handshake_answers(address, 0.05)
+
+        def hang_up() -> None:
+            for _ in range(2):  # the first connection is the one above, still in the backlog
+                connection, _ = listener.accept()
+                connection.recv(1)
+                connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        assert handshake_answers(address, 30)
+        thread.join(30)
+    assert not handshake_answers(address, 5)
+    assert not handshake_answers("nonsense", 5)
 
 
 def test_a_closed_table_makes_no_session() -> None:
