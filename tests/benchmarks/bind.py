@@ -1,36 +1,66 @@
 """Planning one long request: our `bind` beside the planner of vLLM's own MooncakeConnector, in one process.
 
-    python -m tests.benchmarks.bind
-
 80 layers, 8 KV heads, bf16, head size 128, block 16, 32,768 tokens, TP 1 -> TP 2, LBHNC: 163,840 descriptors
-of 32 KiB. Both must give the same descriptors. Medians over 15 runs each.
+of 32 KiB. Both start from block ids and end with the three arrays that the engine call takes, and both must
+give the same descriptors. What a handshake costs once stands beside them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import statistics
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 
-from mooncake_hetero_tp.core.binding import Descriptors, bind
-from mooncake_hetero_tp.core.plan import PairPlan, plan_pulls, prove
+from mooncake_hetero_tp.core.binding import Descriptors, batches, bind
+from mooncake_hetero_tp.core.plan import plan_pulls, prove
+from mooncake_hetero_tp.core.regions import RankTable
 from mooncake_hetero_tp.core.tables import validate_table
+from mooncake_hetero_tp.io.reading import EngineLimits
 from mooncake_hetero_tp.types import Rank, TokenRange
+from tests.benchmarks.rows import Report, Row, interleaved
 from tests.oracle_memory import Ints
 from tests.tables import DST, Dense
 
 PRODUCER = Dense(heads=8, layers=80, tokens=16, head_size=128, item=2, blocks=4096)
 CONSUMER = replace(PRODUCER, tp=2, rank=1, base=DST)
 TOKENS = TokenRange(0, 32_768)
-RUNS = 15
+REPEATS = 15
+TARGET = 0.2
+"""At least five times as fast as vLLM's planner (`ratio` is value over baseline)."""
+SIZES: dict[str, int | str] = {
+    "layers": 80,
+    "kv_heads": 8,
+    "head_size": 128,
+    "block_size": 16,
+    "tokens": TOKENS.count,
+    "tp": "1 -> 2",
+    "dtype": "bfloat16",
+}
+
+BASELINE = "vLLM MooncakeConnector, _build_transfer_params"
+RANDOM = Row(
+    name="plan_random_blocks",
+    sizes={**SIZES, "block_ids": "random"},
+    unit="ms",
+    baseline=BASELINE,
+    target=f"ratio <= {TARGET} (5 times as fast)",
+    note="plan, bind, arrays; planned afresh each time, though a plan serves all requests of a pair",
+)
+CONSECUTIVE = replace(RANDOM, name="plan_consecutive_blocks", sizes={**SIZES, "block_ids": "consecutive"}, target=None)
+CALL = replace(
+    RANDOM, name="plan_to_call_arguments", target=None, note="the same, cut into batches of Python lists for Mooncake"
+)
+ONCE = Row(name="plan_once_a_handshake", sizes=SIZES, unit="ms", note="validate the table, plan, prove")
+
+
+class WrongBytes(RuntimeError):
+    """Something was moved, or would be, to where it does not belong."""
+
 
 Found = tuple[list[int], list[int], list[int]]
 """Source addresses, destination addresses, lengths."""
@@ -69,53 +99,77 @@ def _regions(make: Callable[..., object], side: Dense) -> list[object]:
     return [make(f"l{i}", i, side.base + i * side.blocks * page, page, page) for i in range(side.layers)]
 
 
-def median_ms(run: Callable[[], object]) -> tuple[float, float]:
-    """(median, fastest) of some runs, in milliseconds."""
-    times = []
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times), min(times)
+def rows() -> list[Row]:
+    """Everything that `measure` fills in."""
+    return [RANDOM, CONSECUTIVE, CALL, ONCE]
 
 
-def compare(blocks: tuple[Ints, Ints], plan: PairPlan, title: str) -> bool:
-    """Times both planners on one request and compares their descriptors."""
+@dataclass(frozen=True)
+class Case:
+    """One request on both planners."""
 
-    def ours() -> Descriptors:
-        return bind(plan, [TOKENS], [blocks[0]], [blocks[1]])
+    producer: RankTable
+    consumer: RankTable
+    blocks: tuple[Ints, Ints]
 
-    theirs = vllm_planner((blocks[0].tolist(), blocks[1].tolist()))
-    found, expected = ours(), np.array(theirs())
-    same = np.array_equal(np.stack([found.src, found.dst, found.length]), expected[:, np.argsort(expected[1])])
-    baseline, bound = median_ms(theirs), median_ms(ours)
-    print(f"{title}: {found.count} descriptors, {found.bytes} bytes, equal to vLLM's: {same}")
-    show("  vLLM MooncakeConnector", baseline)
-    show("  bind", bound)
-    print(f"  bind is {baseline[0] / bound[0]:.0f} times as fast (medians)")
-    return same
+    def arrays(self) -> Descriptors:
+        """Ours, from two tables and block ids to the arrays of the engine call."""
+        plan = plan_pulls(self.consumer, {Rank(): self.producer})[Rank()]
+        return bind(plan, [TOKENS], [self.blocks[0]], [self.blocks[1]], null_block=0)
+
+    def call_arguments(self) -> list[Found]:
+        """The same as Mooncake's Python binding takes it."""
+        limits = EngineLimits()
+        return [
+            (batch.src.tolist(), batch.dst.tolist(), batch.length.tolist())
+            for batch in batches(self.arrays(), limits.batch_descriptors, limits.batch_bytes)
+        ]
+
+    def vllm(self) -> Callable[[], Found]:
+        """VLLM's planner for the same request."""
+        return vllm_planner((self.blocks[0].tolist(), self.blocks[1].tolist()))
+
+    def check(self) -> int:
+        """How many descriptors there are.
+
+        Raises:
+            WrongBytes: the two planners differ.
+        """
+        found, expected = self.arrays(), np.array(self.vllm()())
+        if not np.array_equal(np.stack([found.src, found.dst, found.length]), expected[:, np.argsort(expected[1])]):
+            raise WrongBytes("our descriptors are not those of vLLM's planner")
+        return found.count
 
 
-def show(name: str, times: tuple[float, float]) -> None:
-    print(f"{name:26} median {times[0]:7.2f} ms   fastest {times[1]:7.2f} ms")
+def _is_fast_enough(row: Row) -> bool | None:
+    return None if row.ratio is None else row.ratio <= TARGET
 
 
-def main() -> int:
+def measure(report: Report, *, quick: bool) -> None:
+    """Fill in all rows.
+
+    Raises:
+        WrongBytes: the two planners do not agree.
+    """
+    repeats = 3 if quick else REPEATS
     producer, consumer = PRODUCER.table(), CONSUMER.table()
-    plans = plan_pulls(consumer, {Rank(): producer})
     rng = np.random.default_rng(0)
-    scattered = (rng.permutation(4_095)[:2_048] + 1, rng.permutation(4_095)[:2_048] + 1)
-    in_row = (np.arange(1, 2_049), np.arange(1_001, 3_049))
-    same = [
-        compare(scattered, plans[Rank()], "random blocks"),
-        compare(in_row, plans[Rank()], "consecutive blocks"),
-    ]
-    print("once a handshake:")
-    show("  validate_table", median_ms(lambda: validate_table(producer)))
-    show("  plan_pulls", median_ms(lambda: plan_pulls(consumer, {Rank(): producer})))
-    show("  plan_pulls and prove", median_ms(lambda: prove(consumer, plan_pulls(consumer, {Rank(): producer}))))
-    return 0 if all(same) else 1
+    scattered = Case(producer, consumer, (rng.permutation(4_095)[:2_048] + 1, rng.permutation(4_095)[:2_048] + 1))
+    in_row = Case(producer, consumer, (np.arange(1, 2_049), np.arange(1_001, 3_049)))
+    _compare(report, RANDOM, scattered, repeats)
+    _compare(report, CONSECUTIVE, in_row, repeats)
+    times = interleaved({"ours": scattered.call_arguments, "theirs": scattered.vllm()}, repeats)
+    report.add(CALL.measured(times["ours"], times["theirs"]))
+
+    def handshake() -> None:
+        validate_table(producer)
+        prove(consumer, plan_pulls(consumer, {Rank(): producer}))
+
+    report.add(ONCE.measured(interleaved({"ours": handshake}, repeats)["ours"]))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _compare(report: Report, row: Row, case: Case, repeats: int) -> None:
+    count = case.check()
+    times = interleaved({"ours": case.arrays, "theirs": case.vllm()}, repeats)
+    filled = row.measured(times["ours"], times["theirs"], met=_is_fast_enough if row.target else None)
+    report.add(replace(filled, sizes={**row.sizes, "descriptors": count}))

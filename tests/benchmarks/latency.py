@@ -1,0 +1,138 @@
+"""From the producer's `request_finished` to the consumer's `get_finished`, on one clock, with real engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from tests.benchmarks.pairs import MOONCAKE, OURS, Pair, Stamp, new_prompt
+
+# isort: split
+from client import Answer
+
+from tests.benchmarks.rows import Report, Row, Sample
+
+AIM = 0.8
+STAMPS_WITHIN_S = 5.0
+LONG = 24_000
+REPEATS = {500: 15, 4_000: 9, LONG: 3}
+"""By prompt length."""
+BASELINE_REPEATS = {LONG: 1}
+"""vLLM's own connector does not survive the long prompt over TCP: one try, after everything else."""
+
+Ask = Callable[[Pair, Sequence[int]], Answer]
+
+
+class Order(NamedTuple):
+    """How a proxy asks the two engines."""
+
+    name: str
+    words: str
+    ask: Ask
+
+
+ORDERS = (
+    Order("router", "vllm-router: producer, then consumer", lambda pair, prompt: pair.through_router(prompt, 1)),
+    Order("at_once", "vLLM's example proxy: both at once", lambda pair, prompt: pair.both_at_once(prompt, 1)),
+)
+
+
+def row_of(order: Order, tokens: int) -> Row:
+    return Row(
+        name=f"finished_to_ready_{order.name}_{tokens}",
+        sizes={"prompt_tokens": tokens, "tp": "1 -> 2", "order": order.words},
+        unit="ms",
+        baseline="vLLM MooncakeConnector",
+        target=f"ratio <= {AIM}",
+    )
+
+
+def rows() -> list[Row]:
+    """Everything that `measure` fills in."""
+    return [row_of(order, tokens) for order in ORDERS for tokens in REPEATS]
+
+
+class Spent(NamedTuple):
+    """One hand-over: milliseconds from `request_finished`, or why there is no such time."""
+
+    ms: float | None
+    error: str = ""
+    steps: str = ""
+    """When what happened, for people."""
+
+
+def hand_over(pair: Pair, order: Order, tokens: int) -> Spent:
+    """One request alone on both engines."""
+    began = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    answer = order.ask(pair, new_prompt(tokens))
+    if answer.error:
+        return Spent(None, answer.error)
+    deadline = time.monotonic() + STAMPS_WITHIN_S
+    while time.monotonic() < deadline:
+        producer, consumer = (since(pair.stamps(engine), began) for engine in (pair.prefill, pair.decode))
+        finished = [stamp.at_ns for stamp in producer if stamp.event == "finished"]
+        ready = [stamp.at_ns for stamp in consumer if stamp.event == "ready"]
+        if finished and len(ready) == pair.decode.tensor_parallel:
+            return Spent((max(ready) - finished[0]) / 1e6, steps=told(finished[0], producer, consumer))
+        time.sleep(0.05)
+    return Spent(None, "the engines wrote no stamps")
+
+
+def since(stamps: Sequence[Stamp], began_ns: int) -> list[Stamp]:
+    return [stamp for stamp in stamps if stamp.at_ns >= began_ns]
+
+
+def told(zero: int, producer: Sequence[Stamp], consumer: Sequence[Stamp]) -> str:
+    """All stamps of one hand-over in milliseconds from the first."""
+    named = sorted([(s.at_ns, f"P {s.event}") for s in producer] + [(s.at_ns, f"D {s.event}") for s in consumer])
+    return ", ".join(f"{name} {(at - zero) / 1e6:.1f}" for at, name in named)
+
+
+def measure_short(pairs: Mapping[str, Pair], report: Report, say: Callable[[str], None], *, quick: bool) -> None:
+    """The prompts that both connectors survive, in turns."""
+    for tokens, repeats in REPEATS.items():
+        for order in ORDERS if tokens != LONG else ():
+            _one_row(pairs, order, tokens, report, say, 3 if quick else repeats)
+
+
+def measure_long(pairs: Mapping[str, Pair], report: Report, say: Callable[[str], None]) -> None:
+    """The long prompts: ours, then once the baseline's."""
+    for order in ORDERS:
+        _one_row(pairs, order, LONG, report, say, REPEATS[LONG])
+
+
+def _one_row(
+    pairs: Mapping[str, Pair], order: Order, tokens: int, report: Report, say: Callable[[str], None], repeats: int
+) -> None:
+    spent: dict[str, list[Spent]] = {name: [] for name in (OURS, MOONCAKE) if name in pairs}
+    limits = {OURS: repeats, MOONCAKE: min(repeats, BASELINE_REPEATS.get(tokens, repeats))}
+    for turn in range(repeats):
+        for name, found in spent.items():
+            if turn < limits[name]:
+                found.append(hand_over(pairs[name], order, tokens))
+                say(f"{order.name} {tokens} {name}: {found[-1].ms} ms {found[-1].error[:200]} | {found[-1].steps}")
+    own, theirs = (_sample(spent.get(name, [])) for name in (OURS, MOONCAKE))
+    notes = [_failures(name, found) for name, found in spent.items()]
+    if not own.values:
+        report.add(row_of(order, tokens).unmeasured("; ".join(filter(None, notes)) or "this pair did not run"))
+        return
+    report.add(
+        row_of(order, tokens).measured(
+            own,
+            theirs if theirs.values else None,
+            met=lambda row: None if row.ratio is None else row.ratio <= AIM,
+            note="; ".join(filter(None, notes)),
+        )
+    )
+
+
+def _sample(spent: Sequence[Spent]) -> Sample:
+    return Sample.of(found.ms for found in spent if found.ms is not None)
+
+
+def _failures(name: str, spent: Sequence[Spent]) -> str:
+    failed = [found.error for found in spent if found.ms is None]
+    if not failed:
+        return ""
+    return f"{name}: {len(failed)} of {len(spent)} failed, the first with {failed[0][:160]}"
