@@ -1,6 +1,6 @@
 # Every target sets up what it needs first: tools/setup_env.sh, a fraction of a second when there is nothing to do.
 PYTHON := .venv/bin/python
-.PHONY: demo test test-all lint types format build bench setup setup-tests
+.PHONY: demo test test-all lint types format build bench setup setup-tests setup-bench
 
 demo: setup
 	$(PYTHON) examples/demo.py
@@ -27,7 +27,7 @@ build: setup
 	$(PYTHON) -m build --outdir dist
 	$(PYTHON) tools/check_dist.py dist
 
-bench: setup
+bench: setup-bench
 	$(PYTHON) -m tests.benchmarks
 
 setup:
@@ -35,3 +35,6 @@ setup:
 
 setup-tests:
 	@tools/setup_env.sh --vllm-api
+
+setup-bench:
+	@tools/setup_env.sh --bench

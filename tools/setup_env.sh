@@ -3,9 +3,10 @@
 # the pinned packages of requirements/, and this project installed editable, with its native library. Each part is
 # skipped when its inputs are unchanged, so calling this before every target costs a fraction of a second.
 #
-#   tools/setup_env.sh [--vllm-api]
+#   tools/setup_env.sh [--vllm-api] [--bench]
 #
 #   --vllm-api   also unpack the Python files of the next vLLM release into build/, for the tests of its API
+#   --bench      also unpack NIXL into build/, for the benchmarks beside vLLM's NixlConnector
 #
 # MHT_PYTHON chooses the interpreter for a new .venv; MHT_NATIVE and MHT_CUDA are setup.py's. The system Python is only
 # ever used to create .venv.
@@ -13,6 +14,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VLLM_API_VERSION=0.33.0
+NIXL_VERSION=1.5.1
 venv=.venv
 python=$venv/bin/python
 
@@ -149,14 +151,33 @@ PY
   mv "$target.part" "$target"
 }
 
+# --- NIXL, for the benchmarks only ------------------------------------------------------------------------------------
+
+# In a folder of its own: nothing here depends on it, and its wheels ask for a CUDA build of PyTorch.
+setup_nixl() {
+  local target=build/nixl
+  if up_to_date "$target/.stamp" "$NIXL_VERSION"; then return; fi
+  say "install nixl $NIXL_VERSION into $target"
+  rm -rf "$target"
+  if pip install -qq --no-deps --target "$target" "nixl==$NIXL_VERSION" "nixl-cu12==$NIXL_VERSION"; then
+    echo "$NIXL_VERSION" >"$target/.stamp"
+  else
+    rm -rf "$target"
+    say "without nixl; the rows beside NixlConnector will say so"
+  fi
+}
+
 # ----------------------------------------------------------------------------------------------------------------------
 
 with_vllm_api=false
-case "${1:-}" in
-  "") ;;
-  --vllm-api) with_vllm_api=true ;;
-  *) die "unknown argument $1; known: --vllm-api" ;;
-esac
+with_nixl=false
+for argument; do
+  case "$argument" in
+    --vllm-api) with_vllm_api=true ;;
+    --bench) with_nixl=true ;;
+    *) die "unknown argument $argument; known: --vllm-api --bench" ;;
+  esac
+done
 
 mkdir -p build
 exec 9>build/setup.lock
@@ -165,4 +186,5 @@ setup_system
 setup_venv
 setup_project
 if $with_vllm_api; then setup_vllm_api; fi
+if $with_nixl; then setup_nixl; fi
 [ "$SECONDS" -lt 2 ] || say "done"
