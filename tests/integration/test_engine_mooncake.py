@@ -77,14 +77,15 @@ class Side:
         """Oversized batches past the adapter, until the session that it reads from this peer in stays broken.
 
         Not every one does it: a refusal must fall on the moment in which the peer's queue needs its pump.
+        The larger the batch, the longer it is refused, and the likelier that is.
         """
         session = self.engine._sessions.current(peer.session)
         for _ in range(40):
-            if session.read(peer.session, self.descriptors(peer, 8000, 4096)) != 0:
+            if session.read(peer.session, self.descriptors(peer, 100_000, 64)) != 0:
                 time.sleep(0.2)
                 if session.read(peer.session, self.descriptors(peer, 1, 64)) != 0:
                     return
-        raise AssertionError("40 batches of 8,000 descriptors did not poison the session")
+        raise AssertionError("40 batches of 100,000 descriptors did not poison the session")
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def _break_session(engines: list[MooncakeEngine]) -> None:
     assert reading._buffers
     source, target = serving._buffers[0].address, reading._buffers[0].address
     for _ in range(60):
-        if session.read(peer, _same_byte(source, target, 8000)) != 0:
+        if session.read(peer, _same_byte(source, target, 100_000)) != 0:
             time.sleep(0.2)
             if session.read(peer, _same_byte(source, target, 1)) != 0:
                 return
