@@ -3,7 +3,7 @@
 vLLM's MooncakeConnector asks for an accelerator that it then does not use over TCP; `baseline_site/`
 answers in its place. vLLM's NixlConnector needs `nixl`, which is installed into a folder of its own:
 
-    python -m pip install --no-deps --target build/nixl nixl==1.5.1 nixl-cu12==1.5.1
+    tools/setup_env.sh --bench
 
 One pair, TP1 -> TP2, 24 prompts, 8 in flight, answers compared with the decode engine alone:
 
