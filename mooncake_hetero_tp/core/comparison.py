@@ -126,12 +126,14 @@ OPAQUE_CUT = Words(
 )
 
 
-def _fragments(run_bytes: int) -> Words:
+def _fragments(run_bytes: int, token_major: Sequence[str]) -> Words:
+    head_major = f"use a head-major layout instead of {' and '.join(token_major)} (VLLM_KV_CACHE_LAYOUT)"
+    larger = "use larger, equal blocks on both engines"
     return Words(
         "layout",
         Severity.STAGING,
         f"pages fall into copies of {run_bytes} bytes, each a descriptor of its own",
-        "use a head-major layout (VLLM_KV_CACHE_LAYOUT) and larger blocks on both engines",
+        f"{head_major} or {larger}" if token_major else larger,
     )
 
 
@@ -195,9 +197,18 @@ def _compare_layouts(producer: RankTable, consumer: RankTable, pairs: Sequence[R
     pages = [page for page in page_runs(producer, consumer, paged) if page.runs > page.parts]
     shortest = min((page.shortest_bytes for page in pages), default=TINY_RUN_BYTES)
     if shortest < TINY_RUN_BYTES:
-        yield _fragments(shortest).mismatch(*(f"{table.layout} at TP{table.tp_size}" for table in (producer, consumer)))
+        found = _fragments(shortest, _token_major(producer, consumer, paged))
+        yield found.mismatch(*(f"{table.layout} at TP{table.tp_size}" for table in (producer, consumer)))
     elif producer.layout != consumer.layout:
         yield LAYOUT.mismatch(producer.layout, consumer.layout)
+
+
+def _token_major(producer: RankTable, consumer: RankTable, pairs: Sequence[RegionPair]) -> list[str]:
+    """Names of the layouts that lay tokens before heads, by their strides."""
+    regions = [(producer.layout, pair.producer) for pair in pairs] + [
+        (consumer.layout, pair.consumer) for pair in pairs
+    ]
+    return list(dict.fromkeys(name for name, region in regions if region.unit.stride < region.token.stride))
 
 
 # --- reading tables --------------------------------------------------------------------------------------------------
