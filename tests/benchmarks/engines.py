@@ -15,17 +15,16 @@ from deployment import DeploymentError
 
 Say = Callable[[str], None]
 NEEDS_NIXL = "nixl is not installed; run tools/setup_env.sh --bench"
+NIXL_NEEDS_S = 240.0
+"""To start, and to send 200 requests; its first pulls are slow."""
+LONG_NEEDS_S = 180.0
+NO_TIME = "no time was left"
 NOT_WHEN_QUICK = "left out by --quick"
 
 
 def rows() -> list[Row]:
-    """What `Engines.measure` fills in."""
-    return [*latency.rows(), *load.rows_beside(MOONCAKE)]
-
-
-def nixl_rows() -> list[Row]:
-    """What `Engines.measure_nixl` fills in."""
-    return load.rows_beside(NIXL_NAME)
+    """Everything that `Engines.measure` fills in."""
+    return [*latency.rows(), *load.rows()]
 
 
 class Engines:
@@ -38,20 +37,29 @@ class Engines:
         self._own: Load | None = None
 
     def measure(self, report: Report) -> None:
-        """Ours and vLLM's MooncakeConnector, both pairs up at once and asked in turns.
+        """All rows, with two pairs up at a time at most.
+
+        Raises:
+            WrongBytes: an answer of ours is not that of the consumer alone.
+        """
+        with ExitStack() as stack:
+            self._side_by_side(self._both(stack), report)
+        if report.wants(load.rows_beside(NIXL_NAME)):
+            self._beside_nixl(report)
+
+    def _side_by_side(self, pairs: Mapping[str, Pair], report: Report) -> None:
+        """Ours and vLLM's MooncakeConnector in turns.
 
         The long prompts come last: vLLM's own connector may not serve anything after one.
         """
-        with ExitStack() as stack:
-            pairs = self._both(stack)
-            if report.wants(latency.rows()):
-                latency.measure_short(pairs, report, self._say, quick=self._quick)
-            if report.wants([*load.rows_beside(MOONCAKE), *nixl_rows()]):
-                self._traffic, self._own = load.measure(pairs, report, self._say, quick=self._quick)
-            if report.wants(latency.rows()) and not self._quick:
-                latency.measure_long(pairs, report, self._say)
-        if self._quick:
-            report.excuse(rows(), NOT_WHEN_QUICK)
+        if report.wants(latency.rows()):
+            latency.measure_short(pairs, report, self._say, quick=self._quick)
+        if report.wants(load.rows()):
+            self._traffic, self._own = load.measure(pairs, report, self._say, quick=self._quick)
+        if self._quick or not report.has_time(LONG_NEEDS_S + NIXL_NEEDS_S):
+            report.excuse(latency.rows(), NOT_WHEN_QUICK if self._quick else NO_TIME)
+        elif report.wants(latency.rows()):
+            latency.measure_long(pairs, report, self._say)
 
     def _both(self, stack: ExitStack) -> Mapping[str, Pair]:
         """Both pairs, or ours alone where the baseline does not come up."""
@@ -63,12 +71,15 @@ class Engines:
         self._say(f"running: {', '.join(pairs)}")
         return pairs
 
-    def measure_nixl(self, report: Report) -> None:
-        """The traffic of `measure` through NixlConnector."""
+    def _beside_nixl(self, report: Report) -> None:
+        """The traffic of `_side_by_side` through NixlConnector."""
+        rows_beside = load.rows_beside(NIXL_NAME)
         if self._traffic is None or self._own is None:
-            report.excuse(nixl_rows(), "needs the figures of ours, which were not measured")
+            report.excuse(rows_beside, "needs the figures of ours, which were not measured")
         elif self._quick or not nixl_is_installed():
-            report.excuse(nixl_rows(), NOT_WHEN_QUICK if self._quick else NEEDS_NIXL)
+            report.excuse(rows_beside, NOT_WHEN_QUICK if self._quick else NEEDS_NIXL)
+        elif not report.has_time(NIXL_NEEDS_S):
+            report.excuse(rows_beside, NO_TIME)
         else:
             self._run_nixl(report, self._traffic, self._own)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import statistics
@@ -133,6 +134,8 @@ class Report:
     path: Path
     rows: dict[str, Row] = dataclasses.field(default_factory=dict)
     wanted: set[str] = dataclasses.field(default_factory=set)
+    deadline: float = math.inf
+    """`time.monotonic()` after which nothing more is begun."""
 
     def plan(self, rows: Sequence[Row], is_wanted: Callable[[str], bool] = lambda _name: True) -> None:
         """All rows there are; `is_wanted` says which of them will be measured."""
@@ -141,6 +144,10 @@ class Report:
             why = "not measured: the run ended before it" if wanted else "left out by --only"
             self.rows[row.name] = row.unmeasured(why)
             self.wanted |= {row.name} if wanted else set()
+
+    def has_time(self, needed_s: float = 0.0) -> bool:
+        """Whether something that takes so long may still begin."""
+        return time.monotonic() + needed_s < self.deadline
 
     def wants(self, rows: Sequence[Row]) -> bool:
         """Whether any of these is to be measured."""
