@@ -27,7 +27,7 @@ from tests.e2e.residue import BUSY, KV_USAGE, eventually, is_idle
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 KEEP_S = 20.0
-LEASE_S = 6.0
+LEASE_S = 8.0
 SOON_S = 2.0
 """How soon blocks are free, and consumers told."""
 LATE_S = LEASE_S + 3.0
@@ -97,8 +97,8 @@ def running(engine: EngineConfig) -> bool:
 
 
 def failed(answer: Answer) -> bool:
-    """A clear answer of a consumer with policy `fail`."""
-    return answer.error is not None and answer.error.startswith("HTTP 500") and "KV" in answer.error
+    """What a client of a consumer with policy `fail` gets; the reason is in the consumer's log."""
+    return answer.error is not None and answer.error.startswith("HTTP 500")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,8 +199,8 @@ def test_prefill_that_is_aborted_tells_the_consumer_at_once(site: Site) -> None:
     gone_at = time.monotonic()
     answer = waiting.result()
     assert time.monotonic() - gone_at < SOON_S + 1.0, "and one step of the prefill"
-    assert failed(answer)
-    assert "aborted" in site.cluster.log_of(site.strict)
+    assert failed(answer), answer
+    assert "its request was aborted before it was handed over" in site.cluster.log_of(site.strict)
     assert site.serves()
 
 

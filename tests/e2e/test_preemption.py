@@ -14,11 +14,12 @@ from tests.e2e.asking import begin, body_of, prefilled, pulling, reference
 from tests.e2e.cluster import Cluster, NamedEngine, running_cluster
 from tests.e2e.pair import Counting, new_prompt
 from tests.e2e.proxies import new_transfer_id, prefill_body
-from tests.e2e.residue import eventually
+from tests.e2e.residue import BUSY, eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 PREEMPTIONS = "vllm:num_preemptions_total"
+TIMES = {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "60"}
 TIGHT = (
     *("--num-gpu-blocks-override", "40"),  # 39 blocks of 32 tokens beside the null block
     *("--max-model-len", "1024"),
@@ -40,9 +41,14 @@ class Tight:
 @pytest.fixture(scope="module")
 def started(model: Path, logs: Path) -> Iterator[Tight]:
     producer = NamedEngine(name="prefill", model=model, role="kv_producer", engine_id="prefill-0")
-    producer = dataclasses.replace(producer, arguments=(*producer.arguments, *TIGHT))
+    producer = dataclasses.replace(producer, arguments=(*producer.arguments, *TIGHT), environment=TIMES)
     consumer = EngineConfig(
-        name="decode", model=model, role="kv_consumer", tensor_parallel=2, arguments=producer.arguments
+        name="decode",
+        model=model,
+        role="kv_consumer",
+        tensor_parallel=2,
+        arguments=producer.arguments,
+        environment=TIMES,
     )
     with running_cluster(logs, producer, consumer) as cluster:
         cluster.start_router([producer], [consumer])
@@ -61,6 +67,12 @@ def preemptions(engine: EngineConfig) -> float:
     return counters(engine.url)[PREEMPTIONS]
 
 
+def waits(engine: EngineConfig) -> bool:
+    """Whether a request waits and none runs."""
+    samples = counters(engine.url)
+    return [samples[name] for name in BUSY] == [0, 1]
+
+
 def test_prefill_that_is_preempted_beside_kept_blocks(tight: Tight) -> None:
     """The second prompt begins, finds no block, starts again when the first has been pulled, and is pulled whole."""
     first, second = (body_of(new_prompt(900)) for _ in range(2))
@@ -68,11 +80,12 @@ def test_prefill_that_is_preempted_beside_kept_blocks(tight: Tight) -> None:
     before, counting = preemptions(tight.producer), Counting.from_now(tight.consumer)
     prefilled(tight.producer, first, ids[0])
     computing = begin(tight.producer.url, prefill_body(second, {"transfer_id": ids[1]}))
-    assert eventually(lambda: preemptions(tight.producer) > before)
+    assert eventually(lambda: waits(tight.producer)), "it has been thrown out again"
     for body, transfer_id in ((first, ids[0]), (second, ids[1])):
         answer = begin(tight.consumer.url, pulling(tight.producer, body, transfer_id)).result()
         assert answer.tokens == reference(tight.consumer, body).result().tokens
     assert computing.result().error is None
+    assert preemptions(tight.producer) > before, "counted with the first token"
     assert counting.becomes(tokens=2 * 899)
 
 
