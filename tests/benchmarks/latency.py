@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -58,8 +59,8 @@ class Spent(NamedTuple):
 
     ms: float | None
     error: str = ""
-    steps: str = ""
-    """When what happened, for people."""
+    marks: Mapping[str, float] = {}
+    """Milliseconds from `request_finished` to other calls of vLLM's, the last of each kind."""
 
 
 def hand_over(pair: Pair, order: Order, tokens: int) -> Spent:
@@ -74,7 +75,7 @@ def hand_over(pair: Pair, order: Order, tokens: int) -> Spent:
         finished = [stamp.at_ns for stamp in producer if stamp.event == "finished"]
         ready = [stamp.at_ns for stamp in consumer if stamp.event == "ready"]
         if finished and len(ready) == pair.decode.tensor_parallel:
-            return Spent((max(ready) - finished[0]) / 1e6, steps=told(finished[0], producer, consumer))
+            return Spent((max(ready) - finished[0]) / 1e6, marks=marks_of(finished[0], producer, consumer))
         time.sleep(0.05)
     return Spent(None, "the engines wrote no stamps")
 
@@ -83,10 +84,26 @@ def since(stamps: Sequence[Stamp], began_ns: int) -> list[Stamp]:
     return [stamp for stamp in stamps if stamp.at_ns >= began_ns]
 
 
-def told(zero: int, producer: Sequence[Stamp], consumer: Sequence[Stamp]) -> str:
-    """All stamps of one hand-over in milliseconds from the first."""
-    named = sorted([(s.at_ns, f"P {s.event}") for s in producer] + [(s.at_ns, f"D {s.event}") for s in consumer])
-    return ", ".join(f"{name} {(at - zero) / 1e6:.1f}" for at, name in named)
+def marks_of(zero: int, producer: Sequence[Stamp], consumer: Sequence[Stamp]) -> dict[str, float]:
+    """What happened between the two ends, in milliseconds from the first."""
+    named = [(stamp, f"producer {stamp.event}") for stamp in producer if stamp.event == "started"]
+    named += [(stamp, f"consumer {stamp.event}") for stamp in consumer if stamp.event in {"asked", "started", "ready"}]
+    return {name: (stamp.at_ns - zero) / 1e6 for stamp, name in named}
+
+
+def words_of(name: str, spent: Sequence[Spent]) -> str:
+    """Where the time goes, as medians, and what failed."""
+    done, failed = ([found for found in spent if (found.ms is None) == wrong] for wrong in (False, True))
+    marks = {
+        mark: statistics.median(found.marks[mark] for found in done if mark in found.marks) for mark in _marks(done)
+    }
+    words = ", ".join(f"{mark} {at:.1f}" for mark, at in sorted(marks.items(), key=lambda item: item[1]))
+    trouble = f"{len(failed)} of {len(spent)} failed, the first with {failed[0].error[:160]}" if failed else ""
+    return "; ".join(f"{name}: {text}" for text in (words, trouble) if text)
+
+
+def _marks(spent: Sequence[Spent]) -> dict[str, None]:
+    return {mark: None for found in spent for mark in found.marks}
 
 
 def measure_short(pairs: Mapping[str, Pair], report: Report, say: Callable[[str], None], *, quick: bool) -> None:
@@ -111,9 +128,9 @@ def _one_row(
         for name, found in spent.items():
             if turn < limits[name] and report.has_time():
                 found.append(hand_over(pairs[name], order, tokens))
-                say(f"{order.name} {tokens} {name}: {found[-1].ms} ms {found[-1].error[:200]} | {found[-1].steps}")
     own, theirs = (_sample(spent.get(name, [])) for name in (OURS, MOONCAKE))
-    notes = [_failures(name, found) for name, found in spent.items()]
+    notes = [words_of(name, found) for name, found in spent.items()]
+    say(f"{row_of(order, tokens).name}: {'; '.join(filter(None, notes))}")
     if not own.values:
         report.add(row_of(order, tokens).unmeasured("; ".join(filter(None, notes)) or "no time was left"))
         return
@@ -129,10 +146,3 @@ def _one_row(
 
 def _sample(spent: Sequence[Spent]) -> Sample:
     return Sample.of(found.ms for found in spent if found.ms is not None)
-
-
-def _failures(name: str, spent: Sequence[Spent]) -> str:
-    failed = [found.error for found in spent if found.ms is None]
-    if not failed:
-        return ""
-    return f"{name}: {len(failed)} of {len(spent)} failed, the first with {failed[0][:160]}"
