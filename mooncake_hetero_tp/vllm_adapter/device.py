@@ -1,4 +1,4 @@
-"""What a worker does on its accelerator: order after the forward pass, and clearing tails. CPU needs neither.
+"""What a worker does about its device: order after the forward pass, clearing tails; on a CPU, permissions.
 
 vLLM captures graphs after `register_kv_caches`, so nothing here touches the device from another thread
 before the first metadata; the stream is made in the main thread, in the constructor.
@@ -6,6 +6,7 @@ before the first metadata; the stream is made in the main thread, in the constru
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,20 @@ import torch
 from mooncake_hetero_tp.core.binding import TailView
 from mooncake_hetero_tp.errors import LocalUsageError
 from mooncake_hetero_tp.io.work import Handover
+
+logger = logging.getLogger(__name__)
+
+
+def permit_amx() -> None:
+    """Ask the kernel for the AMX tile registers, where the CPU has them.
+
+    vLLM's AMX attention kernel uses them without asking and lives on what some larger matrix product asked
+    for before. After a pull a consumer's first forward is one token, no product asks, and the process dies
+    of SIGILL (seen with vLLM 0.32, bfloat16).
+    """
+    supported, init = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_init_amx"))
+    if supported is not None and init is not None and supported() and not init():
+        logger.warning("the kernel refuses the AMX tile registers; attention in bfloat16 may die of SIGILL")
 
 
 class ForwardGate:

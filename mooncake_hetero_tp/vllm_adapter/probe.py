@@ -21,6 +21,9 @@ from mooncake_hetero_tp.vllm_adapter.specs import is_latent, kind_of, layer_spec
 
 logger = logging.getLogger(__name__)
 
+_LONG_NAMES = {"fp8": "fp8_e4m3"}
+"""KV cache dtypes that vLLM takes under two names (`kv_cache_dtype_str_to_dtype`)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
@@ -148,9 +151,9 @@ def merged_buffers(views: Iterable[torch.Tensor]) -> list[Buffer]:
 
 
 def _cache_dtype_name(vllm_config: Any) -> str:
-    """`auto` resolved, so that an explicit `bfloat16` equals an implied one."""
+    """`auto` and vLLM's short names resolved, so that an explicit `bfloat16` equals an implied one."""
     name = str(vllm_config.cache_config.cache_dtype)
-    return _dtype_name(vllm_config.model_config.dtype) if name == "auto" else name
+    return _dtype_name(vllm_config.model_config.dtype) if name == "auto" else _LONG_NAMES.get(name, name)
 
 
 def _layout_name(engine: Engine) -> str:

@@ -34,7 +34,7 @@ from mooncake_hetero_tp.io.runtime import RuntimeConfig, WorkerRuntime
 from mooncake_hetero_tp.io.tails import clear_host_tails
 from mooncake_hetero_tp.io.work import Handover, StepWork
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank
-from mooncake_hetero_tp.vllm_adapter.device import DeviceTails, ForwardGate
+from mooncake_hetero_tp.vllm_adapter.device import DeviceTails, ForwardGate, permit_amx
 from mooncake_hetero_tp.vllm_adapter.environment import (
     bootstrap_target,
     launches_bootstrap,
@@ -91,6 +91,8 @@ class WorkerSide:
         table = build_table(probe, kv_caches)
         views = [self._views[name] for name in dict.fromkeys(region.layer for region in table.regions)]
         self._gate = ForwardGate(views[0].device)
+        if not self._gate.is_needed:
+            permit_amx()
         runtime = WorkerRuntime(
             self._runtime_config(draft_layers(probe)),
             self._identity(),

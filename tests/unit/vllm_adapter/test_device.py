@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from mooncake_hetero_tp.core.regions import Axis, Region, Span
 from mooncake_hetero_tp.errors import LocalUsageError
 from mooncake_hetero_tp.io.work import Handover
 from mooncake_hetero_tp.types import RequestId, TransferId
-from mooncake_hetero_tp.vllm_adapter.device import DeviceTails, ForwardGate
+from mooncake_hetero_tp.vllm_adapter.device import DeviceTails, ForwardGate, permit_amx
 
 UNITS, TOKENS, WIDTH, PAGES, ITEM = 2, 4, 3, 5, 2
 
@@ -101,6 +102,29 @@ def test_a_cpu_needs_no_gate() -> None:
     gate = ForwardGate(torch.device("cpu"))
     assert not gate.is_needed
     assert gate.passed() == []
+
+
+@pytest.mark.parametrize("supported,granted,warned", [(True, True, False), (True, False, True), (False, False, False)])
+def test_amx_is_asked_for_where_the_cpu_has_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, supported: bool, granted: bool, warned: bool
+) -> None:
+    asked: list[int] = []
+
+    def init() -> bool:
+        asked.append(1)
+        return granted
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: supported)
+    monkeypatch.setattr(torch.cpu, "_init_amx", init)
+    with caplog.at_level(logging.WARNING):
+        permit_amx()
+    assert bool(asked) == supported
+    assert ("SIGILL" in caplog.text) == warned
+
+
+def test_a_torch_without_amx_functions_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "_init_amx")
+    permit_amx()
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from mooncake_hetero_tp.core.layout import VLLM_LAYOUTS, KVLayout
 from mooncake_hetero_tp.core.regions import Group, RankTable, Region, Span
 from mooncake_hetero_tp.core.tables import validate_table
 from mooncake_hetero_tp.errors import ConfigError
-from mooncake_hetero_tp.vllm_adapter.probe import build_table
+from mooncake_hetero_tp.vllm_adapter.probe import build_table, model_fingerprint
 from tests.unit.vllm_adapter.doubles import Arch, Model, attention_module
 
 
@@ -224,6 +224,23 @@ def test_unsupported_kinds_are_refused_at_start_up_by_name(spec: Any, kind: str,
         build_table(model.engine(config), {})
     assert str(caught.value).startswith(f"{model.names[0]}: {kind} KV cache cannot be transferred")
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "written,name",
+    [("auto", "float32"), ("bfloat16", "bfloat16"), ("fp8", "fp8_e4m3"), ("fp8_e5m2", "fp8_e5m2")],
+)
+def test_the_fingerprint_names_the_dtype_in_full(written: str, name: str) -> None:
+    """Two sides that mean the same must not be refused for having said it differently."""
+    config = Model().vllm_config()
+    config.cache_config.cache_dtype = written
+    assert model_fingerprint(config) == {
+        "architecture": "TinyForCausalLM",
+        "layers": "2",
+        "kv_heads": "4",
+        "head_size": "8",
+        "kv_cache_dtype": name,
+    }
 
 
 def test_groups_that_vllm_does_not_transfer_may_be_anything() -> None:
