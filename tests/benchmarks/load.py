@@ -22,6 +22,8 @@ IN_FLIGHT = 32
 QUICK_REQUESTS = 64
 REFERENCES_IN_FLIGHT = 8
 SEED = 3
+LIMIT_S = 360.0
+"""What has not been sent by then counts as an error; a connector that hangs must not hang the run."""
 
 WORDS = {MOONCAKE: "vLLM MooncakeConnector", NIXL_NAME: "vLLM NixlConnector"}
 
@@ -92,8 +94,14 @@ class Traffic:
         """Send everything through a pair's router."""
         url = pair.router.url
         began = time.monotonic()
+
+        def ask(body: dict[str, object]) -> Answer:
+            if time.monotonic() - began > LIMIT_S:
+                return Answer((), 0.0, error=f"not sent within {LIMIT_S:g} s")
+            return complete(url, body)
+
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            answers = list(pool.map(lambda body: complete(url, body), self.bodies))
+            answers = list(pool.map(ask, self.bodies))
         seconds = time.monotonic() - began
         errors = [answer.error for answer in answers if answer.error]
         same = [
