@@ -15,7 +15,7 @@ from mooncake_hetero_tp.core.effects import PullRequest
 from mooncake_hetero_tp.types import EngineId, RequestId, TokenRange, TransferId
 from mooncake_hetero_tp.vllm_adapter.metadata import StepMetadata
 from mooncake_hetero_tp.vllm_adapter.params import RemotePrefill
-from mooncake_hetero_tp.vllm_adapter.prompts import Prompt
+from mooncake_hetero_tp.vllm_adapter.prompts import Prompt, is_turned_away
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +82,14 @@ class ConsumerSide:
             return
         load = _Load(request_id, Prompt.of(request), remote)
         if remote.transfer_id in self._released:
-            logger.warning("request %s: transfer %s was released; its prompt is computed here", request_id, remote)
+            logger.info(
+                "request %s: transfer %s was released before; nothing is loaded", *(request_id, remote.transfer_id)
+            )
             self._release(remote)
             return
         if (rival := self._rival(load)) is not None:
-            logger.error(
+            logger.log(
+                logging.DEBUG if is_turned_away(request) else logging.ERROR,
                 "request %s: transfer id %s is in use by request %s with another prompt; its prompt is computed "
                 "here. Transfer ids must be unique among live requests; correct the proxy",
                 *(request_id, remote.transfer_id, rival.request_id),

@@ -15,7 +15,7 @@ from mooncake_hetero_tp.io.work import Handover
 from mooncake_hetero_tp.types import EngineId, RequestId, TransferId
 from mooncake_hetero_tp.vllm_adapter.metadata import StepMetadata
 from mooncake_hetero_tp.vllm_adapter.params import PrefillOrder, answer, mint_transfer_id
-from mooncake_hetero_tp.vllm_adapter.prompts import Prompt, truncate_prompt
+from mooncake_hetero_tp.vllm_adapter.prompts import Prompt, is_turned_away, truncate_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,8 @@ class ProducerSide:
             truncate_prompt(request)
         prefill = _Prefill(request_id, Prompt.of(request), order.transfer_id)
         if (rival := self._rival(prefill)) is not None:
-            logger.error(
+            logger.log(
+                logging.DEBUG if is_turned_away(request) else logging.ERROR,
                 "request %s: transfer id %s is in use by request %s with another prompt; this request will not "
                 "be handed over. Transfer ids must be unique among live requests; correct the proxy",
                 *(request_id, order.transfer_id, rival.request_id),

@@ -43,6 +43,15 @@ def _same_embeds(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other or (one.shape == other.shape and torch.equal(one, other))
 
 
+def is_turned_away(request: Any) -> bool:
+    """A stand-in with a prompt of one token 0, which vLLM's API server sends for a request that it refused.
+
+    It is aborted at once, only so that connectors hear of its `kv_transfer_params`
+    (`AsyncLLM.notify_kv_transfer_request_rejected`).
+    """
+    return bool(getattr(request, "abort_immediately", False))
+
+
 def truncate_prompt(request: Any) -> None:
     """Drop the last prompt token, which the consumer runs itself, and generate one token.
 

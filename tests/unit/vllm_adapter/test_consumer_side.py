@@ -185,7 +185,7 @@ def test_a_child_that_comes_after_the_release_computes_here(caplog: pytest.LogCa
     bench = Bench()
     bench.start(bench.arrive(make_request("0_r", 70, DECODE)))
     bench.side.loaded("0_r", bench.step)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         late = bench.arrive(make_request("1_r", 70, DECODE))
     assert "1_r" in caplog.text
     assert bench.start(late) == 0
@@ -203,6 +203,25 @@ def test_another_prompt_under_a_live_id_computes_here(caplog: pytest.LogCaptureF
     bench.abort(second)
     assert bench.releases.sent == []
     assert bench.start(first) == 69
+
+
+def test_a_stand_in_for_a_refused_request_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """The API server sends one when a request fails, too: its transfer may be in use or released by then."""
+    bench = Bench()
+    first = bench.arrive(make_request("first", 70, DECODE))
+    stand_in = make_request("stand-in", [0], DECODE)
+    stand_in.abort_immediately = True
+    with caplog.at_level(logging.WARNING):
+        bench.abort(bench.arrive(stand_in))
+    assert caplog.text == ""
+    assert bench.releases.sent == []
+    bench.abort(first)
+    assert bench.releases.sent == [RELEASE]
+    alone = make_request("alone", [0], DECODE | {"transfer_id": "t2"})
+    alone.abort_immediately = True
+    bench.abort(bench.arrive(alone))
+    assert [sent[0] for sent in bench.releases.sent] == ["t1", "t2"]
+    assert bench.quiet
 
 
 def test_a_storm_of_aborts_leaves_nothing_behind() -> None:

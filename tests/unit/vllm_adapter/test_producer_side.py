@@ -140,6 +140,24 @@ def test_another_prompt_under_a_live_id_is_refused_by_name(caplog: pytest.LogCap
     assert producer.finished(finish(first, RequestStatus.FINISHED_STOPPED), BLOCKS, step)[0]
 
 
+def test_a_stand_in_for_a_refused_request_tells_the_consumer_unless_another_has_its_id(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    producer, step = side(), StepMetadata()
+    stand_in, request = make_request("stand-in", [0], PREFILL), make_request("r", 70, PREFILL)
+    stand_in.abort_immediately = True
+    arrive(producer, stand_in)
+    producer.finished(finish(stand_in, RequestStatus.FINISHED_ABORTED), [[]], step)
+    assert step.aborted == [("t1", "stand-in")]
+    arrive(producer, request)
+    with caplog.at_level(logging.WARNING):
+        arrive(producer, stand_in)
+    producer.finished(finish(stand_in, RequestStatus.FINISHED_ABORTED), [[]], step)
+    assert caplog.text == ""
+    assert len(step.aborted) == 1
+    assert producer.finished(finish(request, RequestStatus.FINISHED_STOPPED), BLOCKS, step)[0]
+
+
 def test_an_id_may_be_used_again_after_hand_off_or_abort() -> None:
     producer, step = side(), StepMetadata()
     for name, status in (("a", RequestStatus.FINISHED_ABORTED), ("b", RequestStatus.FINISHED_STOPPED)):
