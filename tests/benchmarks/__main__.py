@@ -1,6 +1,6 @@
 """`make bench`: all rows into build/bench.json and a table.
 
-    python -m tests.benchmarks [--only NAME] [--quick] [--output FILE]
+    python -m tests.benchmarks [--only NAME] [--quick] [--minutes N] [--output FILE]
 
 `--only` takes the start of a row's name or a section's name and may be repeated; `--quick` repeats less and
 leaves the long prompts and NixlConnector out. Every row is written, those that were not measured with null
@@ -26,7 +26,7 @@ from tests.benchmarks import bind, engines, payload, reads
 from tests.benchmarks.rows import Report, Row
 
 OUTPUT = Path("build/bench.json")
-BUDGET_S = 20 * 60.0
+BUDGET_MIN = 20.0
 """Nothing is begun after so long; what is under way ends within minutes."""
 
 
@@ -44,6 +44,7 @@ class Options(argparse.Namespace):
     only: list[str]
     quick: bool
     output: Path
+    minutes: float
 
 
 def options() -> Options:
@@ -53,6 +54,7 @@ def options() -> Options:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="rows or sections to measure")
     parser.add_argument("--quick", action="store_true", help="fewer repeats, no long prompts")
     parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--minutes", type=float, default=BUDGET_MIN, help="begin nothing more after so long")
     return parser.parse_args(namespace=Options())
 
 
@@ -111,7 +113,7 @@ def main() -> int:
     def say(text: str) -> None:
         console.print(f"{time.monotonic() - began:5.0f} s  {text}", markup=False, highlight=False, soft_wrap=True)
 
-    report = Report(chosen.output, deadline=began + BUDGET_S)
+    report = Report(chosen.output, deadline=began + 60 * chosen.minutes)
     planned = sections(chosen.quick, say)
     for section in planned:
         report.plan(section.rows, partial(is_wanted, section.name, chosen.only))
