@@ -83,13 +83,15 @@ class Reader:
     def _move(self, peer: str, batch: Descriptors, deadline: Deadline, tally: ReadTally, failed: list[Session]) -> None:
         """Move one batch.
 
-        A call that ran into the transport's timeout is not tried again: the peer hangs, and a fresh
-        session would wait 60 s for its handshake (measured against a stopped process).
+        A call that ran into the transport's timeout is tried once more, in a fresh session: connections were seen
+        to hang over TCP while the peer was well. Where it is the peer that hangs, it answers no
+        handshake, which is asked first.
 
         Raises:
             ReadFailed: late, stopped, timed out, or failed in its session, again in it, and in a fresh one.
         """
         tried: list[Session] = []
+        hung = False
         while True:
             session = self._session(peer, tried, tally)
             call = self._call(session, peer, batch, deadline)
@@ -103,9 +105,12 @@ class Reader:
             if call.code == 0:
                 tally.count(batch, retries=len(tried))
                 return
-            if call.seconds >= self._timeout_s:
+            if call.seconds >= self._timeout_s and not hung:
+                hung = True
+                self._replace(peer, session, tally)
+            elif call.seconds >= self._timeout_s:
                 raise ReadFailed(f"{_words(batch, peer, call)}: the peer does not answer")
-            if len(tried) == _ATTEMPTS:
+            elif len(tried) == _ATTEMPTS:
                 raise ReadFailed(
                     f"{_words(batch, peer, call)}, in a fresh session too; check that the peer runs and that its "
                     "address is reachable from here"
@@ -116,9 +121,13 @@ class Reader:
         session = self._sessions.current(peer)
         if tried.count(session) < _TRIES_PER_SESSION:
             return session
+        self._replace(peer, session, tally)
+        return self._sessions.current(peer)
+
+    def _replace(self, peer: str, session: Session, tally: ReadTally) -> None:
+        """Take a session out of use; the next attempt has a fresh one."""
         self._sessions.retire(peer, session)
         tally.replaced_sessions += 1
-        return self._sessions.current(peer)
 
     def _call(self, session: Session, peer: str, batch: Descriptors, deadline: Deadline) -> _Call | None:
         """One engine call; None where there was none (no credits in time, session retired)."""

@@ -103,14 +103,38 @@ def test_a_failure_is_no_other_peers_business() -> None:
     assert bench.sessions.current("good") is good
 
 
-def test_a_call_that_timed_out_is_not_tried_again() -> None:
+def hang(foreign: FakeForeign, seconds: float = 0.1) -> None:
+    """Let the next call into this engine take so long."""
+    foreign.gate = threading.Event()
+    threading.Timer(seconds, foreign.gate.set).start()
+
+
+def test_a_call_that_timed_out_is_tried_once_more_in_a_fresh_session() -> None:
+    """Seen over TCP: a connection hangs, and the peer is well."""
     bench = Bench([-1], timeout_s=0.05)
     bench.sessions.current("peer")
-    bench.made[0].gate = threading.Event()
-    threading.Timer(0.1, bench.made[0].gate.set).start()
+    hang(bench.made[0])
+    tally = bench.reader.read("peer", descriptors(5), Deadline(bench.clock() + 30))
+    assert [foreign.reads for foreign in bench.made] == [[5], [5]]
+    assert (tally.retries, tally.replaced_sessions) == (1, 1)
+
+
+def test_a_peer_that_hangs_is_not_asked_a_second_time() -> None:
+    """A fresh session would wait 60 s for its handshake (measured against a stopped process)."""
+    bench = Bench([-1], timeout_s=0.05)
+    bench.sessions.current("peer")
+    hang(bench.made[0])
+    bench.there = False
+    with pytest.raises(TransferError, match="answers no handshake"):
+        bench.read(5)
+    assert [foreign.reads for foreign in bench.made] == [[5]]
+
+
+def test_a_call_that_times_out_twice_is_the_end() -> None:
+    bench = Bench([-1], [-1], timeout_s=0.0)
     with pytest.raises(ReadFailed, match="does not answer"):
         bench.read(5)
-    assert bench.made[0].reads == [5]
+    assert [foreign.reads for foreign in bench.made] == [[5], [5]]
 
 
 def test_no_batch_starts_after_the_deadline() -> None:
