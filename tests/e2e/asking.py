@@ -62,14 +62,16 @@ def client(url: str, body: Mapping[str, object]) -> Iterator[None]:
         connection.close()
 
 
-def answers(url: str, prompts: Sequence[Sequence[int]], *, salted: bool = False) -> list[Answer]:
-    """All of them, IN_FLIGHT at a time; salted, each with a prefix cache of its own."""
+def answers(
+    url: str, prompts: Sequence[Sequence[int]], *, in_flight: int = IN_FLIGHT, salted: bool = False
+) -> list[Answer]:
+    """All of them, `in_flight` at a time; salted, each with a prefix cache of its own."""
 
     def ask(number: int) -> Answer:
         salt = {"cache_salt": f"alone-{number}"} if salted else {}
         return complete(url, {**body_of(prompts[number]), **salt}, timeout_s=PATIENCE_S)
 
-    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+    with ThreadPoolExecutor(in_flight) as pool:
         return list(pool.map(ask, range(len(prompts))))
 
 

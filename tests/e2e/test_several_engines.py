@@ -14,6 +14,8 @@ from tests.e2e.cluster import running_cluster
 
 SENDS = "vllm:mht_sends_done_total"
 LOADS = "vllm:mht_loads_done_total"
+IN_FLIGHT = 8
+"""Six workers and four schedulers share two cores."""
 
 
 @pytest.mark.vllm
@@ -28,9 +30,9 @@ def test_two_producers_and_two_consumers_behind_one_router(model: Path, logs: Pa
     with running_cluster(logs, *producers, *consumers) as cluster:
         router = cluster.start_router(producers, consumers)
         prompts = make_prompts(40, seed=4)
-        pulled = answers(router.url, prompts)
+        pulled = answers(router.url, prompts, in_flight=IN_FLIGHT)
         assert [answer.error for answer in pulled if answer.error] == []
-        assert identical(pulled, answers(consumers[1].url, prompts, salted=True)) == len(prompts)
+        assert identical(pulled, answers(consumers[1].url, prompts, in_flight=IN_FLIGHT, salted=True)) == len(prompts)
         assert all(counters(producer.url).get(SENDS, 0) > 0 for producer in producers)
         assert all(counters(consumer.url).get(LOADS, 0) > 0 for consumer in consumers)
         assert cluster.leftovers() == []
