@@ -1,6 +1,6 @@
 """`make bench`: all rows into build/bench.json and a table.
 
-    python -m tests.benchmarks [--only NAME] [--quick] [--minutes N] [--output FILE]
+    python -m tests.benchmarks [--only NAME] [--keep] [--quick] [--minutes N] [--output FILE]
 
 `--only` takes the start of a row's name or a section's name and may be repeated; `--quick` repeats less and
 leaves the long prompts and NixlConnector out. Every row is written, those that were not measured with null
@@ -45,6 +45,7 @@ class Options(argparse.Namespace):
     quick: bool
     output: Path
     minutes: float
+    keep: bool
 
 
 def options() -> Options:
@@ -55,6 +56,9 @@ def options() -> Options:
     parser.add_argument("--quick", action="store_true", help="fewer repeats, no long prompts")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--minutes", type=float, default=BUDGET_MIN, help="begin nothing more after so long")
+    parser.add_argument(
+        "--keep", action="store_true", help="with --only: keep the file's other rows, and say so in them"
+    )
     return parser.parse_args(namespace=Options())
 
 
@@ -117,6 +121,8 @@ def main() -> int:
     planned = sections(chosen.quick, say)
     for section in planned:
         report.plan(section.rows, partial(is_wanted, section.name, chosen.only))
+    if chosen.keep:
+        report.keep_earlier()
     good = True
     for section in planned:
         if report.wants(section.rows):

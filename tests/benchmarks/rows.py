@@ -31,6 +31,7 @@ PACKAGES = (
     "msgspec",
     "pyzmq",
 )
+EARLIER = "(earlier run) "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +145,15 @@ class Report:
             why = "not measured: the run ended before it" if wanted else "left out by --only"
             self.rows[row.name] = row.unmeasured(why)
             self.wanted |= {row.name} if wanted else set()
+
+    def keep_earlier(self) -> None:
+        """Take from the file what this run will not measure; the notes of those rows say so."""
+        if not self.path.exists():
+            return
+        for fields in json.loads(self.path.read_text(encoding="utf-8"))["rows"]:
+            if fields["name"] in self.rows.keys() - self.wanted and fields["value"] is not None:
+                note = fields["note"].removeprefix(EARLIER)
+                self.rows[fields["name"]] = Row(**{**fields, "note": EARLIER + note})
 
     def has_time(self, needed_s: float = 0.0) -> bool:
         """Whether something that takes so long may still begin."""

@@ -45,6 +45,16 @@ def test_rows_that_nobody_measures_are_written_with_the_reason(tmp_path: Path) -
     assert all(row.keys() >= KEYS for row in rows)
 
 
+def test_rows_of_an_earlier_run_can_be_kept(tmp_path: Path) -> None:
+    first = Report(tmp_path / "bench.json")
+    first.plan([PLAN])
+    first.add(PLAN.measured(Sample.of([3.0]), note="quick"))
+    later = Report(first.path)
+    later.plan([PLAN], lambda _name: False)
+    later.keep_earlier()
+    assert (later.rows["speed"].value, later.rows["speed"].note) == (3.0, "(earlier run) quick")
+
+
 def _crash(report: Report) -> None:
     raise ValueError("broken")
 
