@@ -14,8 +14,10 @@ import os
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from mooncake_hetero_tp.connector import MooncakeHeteroTPConnector
 from mooncake_hetero_tp.core.binding import Descriptors
@@ -85,8 +87,9 @@ def read_as_ordered(
     return tally
 
 
-MooncakeEngine.read = read_as_ordered  # type: ignore[method-assign]
-
-
 class ObedientConnector(MooncakeHeteroTPConnector):
-    """The connector under test, in a process whose engine takes orders."""
+    """The connector under test, in a process whose engine takes orders from the first connector on."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        MooncakeEngine.read = read_as_ordered  # type: ignore[method-assign]
+        super().__init__(vllm_config, role, kv_cache_config)

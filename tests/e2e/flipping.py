@@ -9,8 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from typing import Any
 
-from mooncake_hetero_tp import connector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from mooncake_hetero_tp.connector import MooncakeHeteroTPConnector
 from mooncake_hetero_tp.core.binding import Descriptors
 from mooncake_hetero_tp.io.engine import Deadline, MooncakeEngine, ReadTally
 
@@ -41,8 +44,9 @@ def read_and_flip(
     return tally
 
 
-MooncakeEngine.read = read_and_flip  # type: ignore[method-assign]
+class FlippingConnector(MooncakeHeteroTPConnector):
+    """The connector under test, in a process whose engine flips from the first connector on."""
 
-
-class FlippingConnector(connector.MooncakeHeteroTPConnector):
-    """The connector under test, in a process whose engine flips."""
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        MooncakeEngine.read = read_and_flip  # type: ignore[method-assign]
+        super().__init__(vllm_config, role, kv_cache_config)
