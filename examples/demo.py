@@ -110,6 +110,7 @@ class Display:
         """`call(0) .. call(count - 1)`, `workers` at a time, with a bar."""
         task = self.progress.add_task(text, total=count)
         started = time.monotonic()
+        self.say(f"{text} ...")
         pool = ThreadPoolExecutor(workers)
         try:
             futures = [pool.submit(call, index) for index in range(count)]

@@ -19,6 +19,8 @@ from transfers import Transfer, counted
 from tests.e2e.residue import Held, eventually, held, is_idle, is_open, kv_state
 
 ANSWER_TOKENS = 12
+GIVES_UP_SOON = {"VLLM_MOONCAKE_CONNECTOR_TIMEOUT": "10"}
+"""For consumers that are sent to a producer that is not there."""
 
 _salts = itertools.count()
 _prompts = random.Random(20_261_201)

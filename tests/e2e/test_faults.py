@@ -14,10 +14,10 @@ from deployment import HOST, EngineConfig, free_port
 from rich.console import Console
 
 from tests.e2e.flipping import ORDER_SETTING
-from tests.e2e.pair import ANSWER_TOKENS, Counting, Pair, ask, ask_alone, new_prompt, running_pair
+from tests.e2e.pair import ANSWER_TOKENS, GIVES_UP_SOON, Counting, Pair, ask, ask_alone, new_prompt, running_pair
 from tests.e2e.proxies import decode_body, new_transfer_id
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +26,12 @@ ROOT = Path(__file__).parents[2]
 def order(logs: Path) -> Path:
     """The file whose appearance makes the consumer flip a byte of its next read."""
     return logs / "flip-one-byte"
+
+
+def flipping_environment(order: Path) -> dict[str, str]:
+    """Lets an engine process import `tests.e2e.flipping` and find its orders."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {ORDER_SETTING: str(order), "PYTHONPATH": path}
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +45,12 @@ def started(model: Path, logs: Path, order: Path) -> Iterator[Pair]:
         failure_policy="recompute",
         connector="FlippingConnector",
         connector_module="tests.e2e.flipping",
-        environment={ORDER_SETTING: str(order), "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])},
+        environment={**GIVES_UP_SOON, **flipping_environment(order)},
     )
     with running_pair((producer, consumer), [(producer, consumer)], logs) as pair:
         assert ask(pair.router(producer, consumer), new_prompt(40)).error is None
         pair.remember_idle()
         yield pair
-
-
-def _python_path() -> list[str]:
-    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
 @pytest.fixture

@@ -10,16 +10,23 @@ import pytest
 from client import complete, completion_body
 from deployment import HOST, EngineConfig, free_port
 
-from tests.e2e.pair import ANSWER_TOKENS, Counting, Pair, ask, ask_alone, new_prompt, running_pair
+from tests.e2e.pair import ANSWER_TOKENS, GIVES_UP_SOON, Counting, Pair, ask, ask_alone, new_prompt, running_pair
 from tests.e2e.proxies import decode_body, new_transfer_id
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def started(model: Path, logs: Path) -> Iterator[Pair]:
     producer = EngineConfig(name="prefill", model=model, role="kv_producer", tensor_parallel=2, block_size=32)
-    consumer = EngineConfig(name="decode", model=model, role="kv_consumer", tensor_parallel=1, block_size=64)
+    consumer = EngineConfig(
+        name="decode",
+        model=model,
+        role="kv_consumer",
+        tensor_parallel=1,
+        block_size=64,
+        environment=GIVES_UP_SOON,
+    )
     with running_pair((producer, consumer), [(producer, consumer)], logs) as pair:
         assert ask(pair.router(producer, consumer), new_prompt(40)).error is None
         pair.remember_idle()
