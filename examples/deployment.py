@@ -28,6 +28,8 @@ from client import MODEL_NAME, fetch
 
 HOST = "127.0.0.1"
 GUARD = Path(__file__).with_name("guard.py")
+ENGINE_SITE = Path(__file__).with_name("engine_site")
+"""On the engines' PYTHONPATH; `patient_waits.py` there says why."""
 STOP_GRACE_S = 10.0
 """How long a service may take to end by itself before its processes are killed."""
 
@@ -154,7 +156,9 @@ class EngineConfig:
 
     def service_environment(self) -> dict[str, str]:
         own = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.bootstrap_port)}
-        return {**CPU_ENVIRONMENT, **own, **self.environment}
+        path = self.environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
+        site = {"PYTHONPATH": os.pathsep.join(filter(None, [path, str(ENGINE_SITE)]))}
+        return {**CPU_ENVIRONMENT, **own, **self.environment, **site}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ Put this folder on PYTHONPATH of the baseline's engine and of nothing else.
 
 from __future__ import annotations
 
+import patient_waits  # noqa: F401  # from examples/engine_site, as in every engine of the harness
 import torch
 
 torch.accelerator.current_device_index = lambda: 0
