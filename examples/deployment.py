@@ -68,13 +68,17 @@ def ignored(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def end_on_signals() -> None:
-    """Make SIGTERM and SIGHUP unwind the program as Ctrl-C does, so that `Deployment` stops its services."""
+    """Make SIGTERM and SIGHUP unwind the program as Ctrl-C does, so that `Deployment` stops its services.
+
+    Ctrl-C itself too: a shell starts what it puts into the background with SIGINT ignored.
+    """
 
     def unwind(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, unwind)
     signal.signal(signal.SIGHUP, unwind)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class DeploymentError(RuntimeError):
