@@ -437,13 +437,13 @@ class LinkedPair:
             time.sleep(0.002)
         return self.ended
 
-    def wait_loaded(self, load: Load, timeout_s: float = 60.0) -> bool:
+    def wait_loaded(self, load: Load, timeout_s: float = 20.0) -> bool:
         """Wait until every consumer rank has reported the load; whether all succeeded."""
         wanted = load.consumer_request
         ended = self.wait(lambda ended: all(wanted in found for found in ended.recving.values()), timeout_s)
         return not any(wanted in found for found in ended.failed.values())
 
-    def wait_freed(self, load: Load, timeout_s: float = 60.0) -> None:
+    def wait_freed(self, load: Load, timeout_s: float = 20.0) -> None:
         """Wait until every producer rank has said that the blocks are free."""
         wanted = load.producer_request
         self.wait(lambda ended: all(wanted in found for found in ended.sending.values()), timeout_s)

@@ -24,7 +24,7 @@ from tests.oracle_memory import Arena, Layer, SideSpec, build_rank
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
-QUICK = ConsumerConfig(resend_s=0.02, resend_max_s=0.5, silence_s=1.0, connect_timeout_s=45.0)
+QUICK = ConsumerConfig(resend_s=0.02, resend_max_s=0.1, silence_s=1.0, connect_timeout_s=15.0)
 
 
 class Bench(Handovers):
