@@ -29,6 +29,9 @@ __all__ = ["Deadline", "EngineLimits", "MooncakeEngine", "ReadFailed", "ReadTall
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SETTING = "MC_TRANSFER_TIMEOUT"
+_LOG_SETTING = "MC_LOG_LEVEL"
+_WARNINGS = "WARNING"
+"""Mooncake writes a line of information for every batch that it is asked about; an operator's own level stands."""
 _SHORTEST_TIMEOUT_S = 5
 """Mooncake takes a shorter MC_TRANSFER_TIMEOUT for this one."""
 _chosen: dict[str, str] = {}
@@ -79,7 +82,8 @@ class MooncakeEngine:
             MissingLibraryError: Mooncake or a library it needs is missing; in the loader's own words.
             ConfigError: MC_TRANSFER_TIMEOUT is not below the lease.
         """
-        timeout_s = set_transfer_timeout(lease_s)
+        os.environ.setdefault(_LOG_SETTING, _WARNINGS)
+        self._timeout_s = timeout_s = set_transfer_timeout(lease_s)
         limits = limits or EngineLimits()
         self._host = host
         self._make_foreign = make_foreign or _mooncake_factory(host, protocol, device_name)
@@ -112,7 +116,7 @@ class MooncakeEngine:
     def _new_session(self) -> Session:
         if self._buffers is None:
             raise LocalUsageError("no memory is registered; call `register` first")
-        return Session(self._make_foreign(), self._host, self._buffers)
+        return Session(self._make_foreign(), self._host, self._buffers, self._timeout_s)
 
     def read(self, transport_session: str, descriptors: Descriptors, *, deadline: Deadline) -> ReadTally:
         if not self._reads:

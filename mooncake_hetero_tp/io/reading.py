@@ -32,7 +32,7 @@ class EngineLimits:
 
     500 descriptors a batch and one or two calls at a time are as fast over TCP as anything larger
     (one I/O thread does the copying), and 1,000 in flight stay below the 1,024 that a peer's queue
-    takes: a fuller queue makes transfers wait 1 s and fail. Calls spin, so each costs a core.
+    takes: a fuller queue makes transfers wait 1 s and fail.
     """
 
     batch_descriptors: int = 500

@@ -19,6 +19,7 @@ from typing import Protocol
 from mooncake_hetero_tp.core.binding import Descriptors
 from mooncake_hetero_tp.core.regions import Buffer
 from mooncake_hetero_tp.errors import LocalUsageError, TransferError
+from mooncake_hetero_tp.io.calls import BatchEngine, read_batch
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +31,12 @@ _PROBE_S = 5.0
 """A peer's handshake thread serves one connection after the other, each for up to 5 s."""
 
 
-class ForeignEngine(Protocol):
-    """What is used of `mooncake.engine.TransferEngine`; every call returns 0 or a negative code."""
+class ForeignEngine(BatchEngine, Protocol):
+    """What is used of `mooncake.engine.TransferEngine`; these calls return 0 or a negative code."""
 
     def get_rpc_port(self) -> int: ...
     def register_memory(self, buffer_addr: int, capacity: int) -> int: ...
     def unregister_memory(self, buffer_addr: int) -> int: ...
-    def batch_transfer_sync_read(
-        self, target: str, buffers: list[int], peer_buffers: list[int], lengths: list[int]
-    ) -> int: ...
 
 
 def merge_overlaps(buffers: Sequence[Buffer]) -> list[Buffer]:
@@ -93,8 +91,10 @@ def _likely_cause(code: int) -> str:
 class Session:
     """One foreign engine with registered memory, the calls that run in it, and its end."""
 
-    def __init__(self, engine: ForeignEngine, host: str, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, engine: ForeignEngine, host: str, buffers: Sequence[Buffer], timeout_s: float = 30.0) -> None:
+        """`timeout_s`: after which the engine gives a batch up."""
         register_all(engine, buffers)
+        self._timeout_s = timeout_s
         self._engine: ForeignEngine | None = engine
         self._host = host
         self._rpc_port = engine.get_rpc_port()
@@ -121,7 +121,7 @@ class Session:
     def read(self, peer: str, batch: Descriptors) -> int | None:
         """One engine call: its return code, or None where the session is retired and nothing was done.
 
-        The call releases the GIL and spins until it ends or Mooncake's own timeout is over.
+        Blocks until it ends or Mooncake's own timeout is over.
         """
         with self._inside() as inside:
             return self._transfer(peer, batch) if inside else None
@@ -140,9 +140,8 @@ class Session:
     def _transfer(self, peer: str, batch: Descriptors) -> int:
         engine = self._engine
         try:
-            return engine.batch_transfer_sync_read(  # type: ignore[union-attr]  # gone only when no call is inside
-                peer, batch.dst.tolist(), batch.src.tolist(), batch.length.tolist()
-            )
+            # The engine is gone only when no call is inside.
+            return read_batch(engine, peer, batch, self._timeout_s)  # type: ignore[arg-type]
         finally:
             del engine  # a reference kept by a traceback would put the destruction off
 

@@ -109,7 +109,7 @@ def _number(value: float | None) -> str:
 def main() -> int:
     """Run what is asked for and return the exit status."""
     chosen = options()
-    os.environ.setdefault("GLOG_minloglevel", "2")  # Mooncake's own chatter
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # Mooncake's own chatter
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console()
     began = time.monotonic()

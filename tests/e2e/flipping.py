@@ -1,4 +1,4 @@
-"""A connector for one test engine: on order, one byte of what it has pulled is flipped.
+"""A connector for one test engine: on order, one byte of what it has pulled is changed.
 
 Loaded by `kv_connector_module_path=tests.e2e.flipping`; the package itself has no such hook. An order
 is a file at `E2E_FLIP_ORDER`; the first read that ends after it appears takes it away.
@@ -18,8 +18,9 @@ from mooncake_hetero_tp.core.binding import Descriptors
 from mooncake_hetero_tp.io.engine import Deadline, MooncakeEngine, ReadTally
 
 ORDER_SETTING = "E2E_FLIP_ORDER"
-EXPONENT_BIT = 0x40
-"""In the last byte of a little-endian float32: the value changes by a factor of 2**128."""
+LARGE = 0x4B
+"""As the last byte of a little-endian float32: some 1e7. Not an infinity or a NaN, which would outlive its request:
+vLLM's CPU attention multiplies what a page holds past its tokens by zero, and the next user of the page would suffer."""
 
 _read = MooncakeEngine.read
 
@@ -36,11 +37,12 @@ def take_order() -> bool:
 def read_and_flip(
     self: MooncakeEngine, transport_session: str, descriptors: Descriptors, *, deadline: Deadline
 ) -> ReadTally:
-    """Read, then flip a bit of the last element that was read, if there is an order."""
+    """Read, then change the last byte that was read, if there is an order."""
     tally = _read(self, transport_session, descriptors, deadline=deadline)
     if descriptors.count and take_order():
         last = int(descriptors.dst[-1]) + int(descriptors.length[-1]) - 1
-        ctypes.c_ubyte.from_address(last).value ^= EXPONENT_BIT
+        byte = ctypes.c_ubyte.from_address(last)
+        byte.value = LARGE if byte.value != LARGE else LARGE - 1
     return tally
 
 

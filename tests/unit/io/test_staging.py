@@ -14,7 +14,7 @@ SIZE = RingSize(slot_bytes=2 * mmap.PAGESIZE, slots=3)
 
 
 def view_at(address: int, length_bytes: int) -> npt.NDArray[np.uint8]:
-    return np.frombuffer((ctypes.c_ubyte * length_bytes).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * length_bytes).from_address(address))
 
 
 def test_slots_lie_one_after_the_other_in_one_buffer() -> None:
