@@ -51,10 +51,13 @@ class _Setting:
     meaning: str
     low: float = -math.inf
     high: float = math.inf
+    choices: tuple[str, ...] = ()
 
     @property
     def wanted(self) -> str:
         """What a legal value looks like, for an error message."""
+        if self.choices:
+            return " or ".join(repr(choice) for choice in self.choices)
         words = {str: "a string", int: "an integer", float: "a number"}[self.kind]
         if math.isinf(self.low) and math.isinf(self.high):
             return words
@@ -91,6 +94,29 @@ SETTINGS: tuple[_Setting, ...] = (
         high=86400,
         meaning="seconds after which a consumer gives a load up; absent: 7/8 of the producer's keep time",
     ),
+    _Setting(
+        name="transfer_mode",
+        kind=str,
+        default="auto",
+        choices=("auto", "direct", "staged"),
+        meaning="read pages directly, or through packed staging slots, or whichever is measured to be faster",
+    ),
+    _Setting(
+        name="staging_mib",
+        kind=int,
+        default=64,
+        low=0,
+        high=1 << 20,
+        meaning="MiB of staging memory in each worker and role; 0: none, every read is direct",
+    ),
+    _Setting(
+        name="staging_slot_mib",
+        kind=int,
+        default=8,
+        low=1,
+        high=1 << 20,
+        meaning="MiB of one staging slot, the largest piece that is packed and read at once",
+    ),
 )
 """Every setting that exists; anything else is an error."""
 
@@ -105,6 +131,9 @@ class HeteroTPConfig:
     bootstrap_server_address: HostPort | None
     lease_s: float
     load_deadline_s: float
+    transfer_mode: str
+    staging_mib: int
+    staging_slot_mib: int
     environment: Environment
 
     @classmethod
@@ -132,6 +161,7 @@ def _build(values: Mapping[str, object], environment: Environment) -> HeteroTPCo
     chosen: dict[str, object] = {name: values[name] for name in names}
     config = HeteroTPConfig(**chosen, environment=environment)  # type: ignore[arg-type]
     _check_protocol(config.mooncake_protocol)
+    _check_staging(config)
     return config
 
 
@@ -152,8 +182,9 @@ def _checked(setting: _Setting, given: Mapping[str, object]) -> object:
     if setting.name not in given:
         return setting.default
     value = given[setting.name]
-    wrong_type = isinstance(value, bool) or not isinstance(value, _accepted(setting.kind))
-    if wrong_type or (isinstance(value, int | float) and not setting.low <= value <= setting.high):
+    wrong = isinstance(value, bool) or not isinstance(value, _accepted(setting.kind))
+    wrong = wrong or (isinstance(value, int | float) and not setting.low <= value <= setting.high)
+    if wrong or (setting.choices and value not in setting.choices):
         raise ConfigError(
             f"{_WHERE}.{setting.name}: expected {setting.wanted}, got {value!r} "
             f"({type(value).__name__}); {setting.meaning}. "
@@ -171,6 +202,19 @@ def _check_protocol(protocol: str) -> None:
         raise ConfigError(
             f"{_WHERE}.mooncake_protocol: expected the lower-case name of a Mooncake transport such as "
             f"'rdma' or 'tcp', got {protocol!r}. Correct the value or remove it for the default, 'rdma'."
+        )
+
+
+def _check_staging(config: HeteroTPConfig) -> None:
+    if config.transfer_mode == "staged" and not config.staging_mib:
+        raise ConfigError(
+            f"{_WHERE}: transfer_mode 'staged' needs staging memory, but staging_mib is 0. "
+            "Give some, or choose transfer_mode 'direct'."
+        )
+    if config.staging_mib and config.staging_slot_mib > config.staging_mib:
+        raise ConfigError(
+            f"{_WHERE}.staging_slot_mib: expected at most staging_mib, {config.staging_mib}, got "
+            f"{config.staging_slot_mib}. Lower the one or raise the other."
         )
 
 

@@ -14,6 +14,7 @@ def test_defaults_are_those_of_vllms_own_connector() -> None:
     assert config.device_name == ""
     assert config.num_workers == 10
     assert config.bootstrap_server_address is None
+    assert (config.transfer_mode, config.staging_mib, config.staging_slot_mib) == ("auto", 64, 8)
     assert config.environment == Environment(keep_s=480.0, connector_timeout_s=30.0, bootstrap_port=8998)
 
 
@@ -64,6 +65,10 @@ def test_an_unknown_setting_is_refused_with_the_known_ones_and_the_nearest() -> 
         ("lease_s", float("nan")),
         ("lease_s", "30"),
         ("load_deadline_s", -1),
+        ("transfer_mode", "fast"),
+        ("transfer_mode", 1),
+        ("staging_mib", -1),
+        ("staging_slot_mib", 0),
     ],
 )
 def test_a_wrong_value_names_key_value_and_expectation(key: str, value: object) -> None:
@@ -120,3 +125,19 @@ def test_the_consumer_gives_up_before_the_producer_frees() -> None:
 def test_absurd_environment_values_are_refused_by_name(environment: Environment, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         HeteroTPConfig.from_extra_config({}, environment)
+
+
+@pytest.mark.parametrize(
+    "extra,words",
+    [
+        ({"transfer_mode": "staged", "staging_mib": 0}, "'staged' needs staging memory"),
+        ({"staging_mib": 4}, "expected at most staging_mib, 4, got 8"),
+    ],
+)
+def test_staging_settings_that_contradict_each_other_are_refused(extra: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        HeteroTPConfig.from_extra_config(extra)
+
+
+def test_no_staging_memory_is_legal_where_nothing_needs_it() -> None:
+    assert HeteroTPConfig.from_extra_config({"staging_mib": 0}).staging_mib == 0
