@@ -8,7 +8,7 @@ random bytes everywhere else.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,6 +23,7 @@ from tests.oracle_memory import (
     PAGE_ENCODINGS,
     VLLM_LAYOUTS,
     Arena,
+    Bytes,
     Ints,
     Layer,
     RankMemory,
@@ -107,17 +108,32 @@ class Pull:
 
     def run(self, plans: dict[Rank, PairPlan], read: Reader, tally: Tally) -> None:
         """Moves the bytes and compares all of the consumer's memory."""
-        ranges = [self.case.tokens] * 2
-        expected = self.consumer.memory.copy()
-        self.consumer.fill(self.consumer_blocks, ranges, expected)
+        expected = self.expected()
         for plan in plans.values():
-            descriptors = bind(plan, ranges, self.producer_blocks, self.consumer_blocks)
+            descriptors = self.bind(plan)
             assert inside_one_buffer(descriptors.src, descriptors.length, plan.producer.buffers)
             assert inside_one_buffer(descriptors.dst, descriptors.length, plan.consumer.buffers)
             read(descriptors)
             tally.descriptors += descriptors.count
             tally.bytes += descriptors.bytes
         tally.ranks += 1
+        self.compare(expected)
+
+    @property
+    def ranges(self) -> list[TokenRange]:
+        return [self.case.tokens] * 2
+
+    def bind(self, plan: PairPlan) -> Descriptors:
+        return bind(plan, self.ranges, self.producer_blocks, self.consumer_blocks)
+
+    def expected(self) -> Bytes:
+        """What the consumer's memory must hold after the pull; to be taken before it."""
+        memory = self.consumer.memory.copy()
+        self.consumer.fill(self.consumer_blocks, self.ranges, memory)
+        return memory
+
+    def compare(self, expected: Bytes) -> None:
+        """Raises AssertionError unless the consumer's memory is `expected`."""
         wrong = np.flatnonzero(self.consumer.memory != expected)
         if wrong.size:
             raise AssertionError(
@@ -161,14 +177,19 @@ def run_case(case: Case, arenas: tuple[Arena, Arena], read: Reader, most_ranks: 
     Raises:
         AssertionError: a byte differs from the oracle, or a byte outside the range changed.
     """
-    producers, producer_blocks = build_producers(case, arenas[0])
-    ranks = [Rank(0, pp, tp) for pp in range(case.consumer.pp) for tp in range(case.consumer.tp)]
     tally = Tally(cases=1)
-    for rank in random.Random(case.seed).sample(ranks, min(most_ranks, len(ranks))):
-        consumer, blocks = build_consumer(case, rank, arenas[1])
-        pull = Pull(case, consumer, blocks, producers, producer_blocks)
+    for pull in build_pulls(case, arenas, most_ranks):
         pull.run(pull.plans(), read, tally)
     return tally
+
+
+def build_pulls(case: Case, arenas: tuple[Arena, Arena], most_ranks: int) -> Iterator[Pull]:
+    """Up to `most_ranks` of the consumer's ranks, in the same memory one after the other."""
+    producers, producer_blocks = build_producers(case, arenas[0])
+    ranks = [Rank(0, pp, tp) for pp in range(case.consumer.pp) for tp in range(case.consumer.tp)]
+    for rank in random.Random(case.seed).sample(ranks, min(most_ranks, len(ranks))):
+        consumer, blocks = build_consumer(case, rank, arenas[1])
+        yield Pull(case, consumer, blocks, producers, producer_blocks)
 
 
 # --- drawing cases -------------------------------------------------------------------------------

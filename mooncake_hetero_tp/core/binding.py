@@ -11,17 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from mooncake_hetero_tp.core.copies import ByteMap, Int64, StridedCopy, join_sorted, outer_sum, split_at
-from mooncake_hetero_tp.core.pairing import CopyClass, Geometry, PairPlan, Side
+from mooncake_hetero_tp.core.pages import Blocks, PageKind, consumer_pages, page_runs, producer_pages, range_of
+from mooncake_hetero_tp.core.pairing import CopyClass, PairPlan, Side
 from mooncake_hetero_tp.core.regions import RankTable, Region
-from mooncake_hetero_tp.core.runs import check_range, cut_runs
 from mooncake_hetero_tp.errors import LocalUsageError, PlanError
 from mooncake_hetero_tp.types import TokenRange
-
-Blocks = npt.NDArray[np.integer]
-"""Logical block ids of one group, any integer type; position i is page i of the request."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,26 +68,20 @@ def bind(
             twice, a range that an opaque encoding cannot take. Nothing has been written.
         LocalUsageError: a missing or reversed range, a missing block list.
     """
-    known: dict[tuple[Side, Side, bool], PageRuns] = {}
+    known: dict[PageKind, PageRuns] = {}
     parts: list[ByteMap] = []
     expected = 0
     for members in plan.classes:
-        geometry = members.geometry
-        key = (_without_strides(geometry.src), _without_strides(geometry.dst), geometry.whole_pages)
-        runs = known.get(key)
+        kind = PageKind.of(members.geometry)
+        runs = known.get(kind)
         if runs is None:
-            runs = _page_runs(geometry, ranges, producer_blocks, consumer_blocks, null_block)
-            known[key] = runs
+            runs = known[kind] = _page_runs(kind, ranges, producer_blocks, consumer_blocks, null_block)
         parts.extend(_bind_class(members, runs))
         expected += int(runs.count.sum()) * members.token_bytes * len(members.members)
     found = _merged(parts, plan)
     if found.bytes != expected:
         raise PlanError(f"{found.bytes} bytes bound, {expected} planned; nothing was written; please report")
     return found
-
-
-def _without_strides(side: Side) -> Side:
-    return Side(side.group, 0, 0, side.page_tokens, side.num_blocks)
 
 
 def _merged(parts: Sequence[ByteMap], plan: PairPlan) -> Descriptors:
@@ -164,94 +154,19 @@ def _member_axis(members: CopyClass) -> _Steps:
 
 
 def _page_runs(
-    geometry: Geometry,
+    kind: PageKind,
     ranges: Sequence[TokenRange],
     producer_blocks: Sequence[Blocks],
     consumer_blocks: Sequence[Blocks],
     null_block: int | None,
 ) -> PageRuns:
-    src, dst = geometry.src, geometry.dst
-    tokens = _range_of(ranges, dst.group.index)
-    cut = _slot_run if geometry.is_state else _whole_page_runs if geometry.whole_pages else _token_runs
-    runs = cut(tokens, src, dst)
-    src_page = _page_ids(runs.src_page, _list_of(producer_blocks, src, "producer"), src, "producer", null_block)
-    dst_page = _page_ids(runs.dst_page, _list_of(consumer_blocks, dst, "consumer"), dst, "consumer", null_block)
-    order = np.lexsort((runs.dst_token, dst_page))
-    return PageRuns(src_page[order], runs.src_token[order], dst_page[order], runs.dst_token[order], runs.count[order])
-
-
-def _range_of(ranges: Sequence[TokenRange], group: int) -> TokenRange:
-    if group >= len(ranges):
-        raise LocalUsageError(f"{len(ranges)} token ranges given, group {group} has none; give one per consumer group")
-    check_range(ranges[group])
-    return ranges[group]
-
-
-def _list_of(blocks: Sequence[Blocks], side: Side, whose: str) -> Int64:
-    if side.group.index >= len(blocks):
-        raise LocalUsageError(
-            f"{len(blocks)} {whose} block lists given, group {side.group.index} has none; give one per {whose} group"
-        )
-    return np.asarray(blocks[side.group.index], dtype=np.int64)
-
-
-def _token_runs(tokens: TokenRange, src: Side, dst: Side) -> PageRuns:
-    runs = cut_runs(tokens, src.page_tokens, dst.page_tokens)
-    return PageRuns(runs.producer_page, runs.producer_offset, runs.consumer_page, runs.consumer_offset, runs.count)
-
-
-def _whole_page_runs(tokens: TokenRange, src: Side, dst: Side) -> PageRuns:
-    """Opaque pages move whole: the start must be a page border, the last page counts as full."""
-    size = dst.page_tokens
-    if not tokens.count:
-        return _token_runs(tokens, src, dst)
-    if tokens.start % size:
-        raise PlanError(
-            f"group {dst.group.index}: tokens from {tokens.start} start inside a kernel page of {size} tokens "
-            f"whose encoding is opaque; only whole pages can be read; round the range down to a page border"
-        )
-    return _token_runs(TokenRange(tokens.start, -(-tokens.end // size) * size), src, dst)
-
-
-def _slot_run(tokens: TokenRange, src: Side, dst: Side) -> PageRuns:
-    """The one slot that holds the state after `end` tokens: index `cdiv(end, block size) - 1`."""
-    slots = 1 if tokens.count else 0
-    zero = np.zeros(slots, np.int64)
-    src_page = np.full(slots, -(-tokens.end // src.group.block_size) - 1, np.int64)
-    dst_page = np.full(slots, -(-tokens.end // dst.group.block_size) - 1, np.int64)
-    return PageRuns(src_page, zero, dst_page, zero, np.full(slots, dst.page_tokens, np.int64))
-
-
-def _page_ids(pages: Int64, blocks: Int64, side: Side, whose: str, null_block: int | None) -> Int64:
-    """Kernel page ids of kernel page numbers, all checked."""
-    ratio = side.group.kernel_pages
-    where = f"{whose} group {side.group.index}"
-    number = pages // ratio
-    if number.size and int(number.max()) >= blocks.size:
-        raise PlanError(
-            f"{where}: {blocks.size} blocks given, the range needs {int(number.max()) + 1} of "
-            f"{side.group.block_size} tokens; give the complete list, counted from the request's first page"
-        )
-    block = blocks[number]
-    _check_ids(block, side.num_blocks // ratio, where, null_block)
-    if whose == "consumer":
-        touched = np.unique(number)
-        if np.unique(blocks[touched]).size != touched.size:
-            raise PlanError(f"{where}: a block is given for two pages; each page needs a block of its own")
-    return block * ratio + pages % ratio
-
-
-def _check_ids(block: Int64, limit: int, where: str, null_block: int | None) -> None:
-    if not block.size:
-        return
-    low, high = int(block.min()), int(block.max())
-    if low < 0 or high >= limit:
-        raise PlanError(f"{where}: block id {low if low < 0 else high} is outside the cache of {limit} blocks")
-    if null_block is not None and bool((block == null_block).any()):
-        raise PlanError(
-            f"{where}: the range covers a null page (block id {null_block}), whose content was dropped or never "
-            f"written; start the range after it"
-        )
+    runs = page_runs(kind, ranges)
+    src_page = producer_pages(runs.producer_page, producer_blocks, kind.src, null_block)
+    dst_page = consumer_pages(runs.consumer_page, consumer_blocks, kind.dst, null_block)
+    order = np.lexsort((runs.consumer_offset, dst_page))
+    return PageRuns(
+        src_page[order], runs.producer_offset[order], dst_page[order], runs.consumer_offset[order], runs.count[order]
+    )
 
 
 def batches(descriptors: Descriptors, max_count: int, max_bytes: int) -> Iterator[Descriptors]:
@@ -305,7 +220,7 @@ def tail_views(table: RankTable, ranges: Sequence[TokenRange], consumer_blocks: 
     tails: list[TailView] = []
     for region in table.regions:
         group = table.groups[region.group]
-        tokens = _range_of(ranges, group.index)
+        tokens = range_of(ranges, group.index)
         if group.is_state or region.is_opaque or not tokens.count:
             continue
         side = Side(group, 0, 0, region.token.count, region.num_blocks)
@@ -319,6 +234,6 @@ def _tail_pages(side: Side, end: int, consumer_blocks: Sequence[Blocks]) -> Iter
     """(kernel page id, first token past the end) of each page that the range leaves unfilled."""
     last_page = -(-end // side.group.block_size) * side.group.kernel_pages
     pages = np.arange(end // side.page_tokens, last_page, dtype=np.int64)
-    ids = _page_ids(pages, _list_of(consumer_blocks, side, "consumer"), side, "consumer", null_block=None)
+    ids = consumer_pages(pages, consumer_blocks, side, null_block=None)
     for page, page_id in zip(pages.tolist(), ids.tolist(), strict=True):
         yield page_id, max(end - page * side.page_tokens, 0)

@@ -100,6 +100,7 @@ class CopyClass:
     src_bases: Int64
     dst_bases: Int64
     _templates: dict[int, tuple[StridedCopy, ...]] = field(default_factory=dict, repr=False)
+    _member_templates: dict[int, tuple[StridedCopy, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def token_bytes(self) -> int:
@@ -134,6 +135,18 @@ class CopyClass:
             known = concatenate(self._copies(count, self.spacing or Loop(1, 0, 0)))
             self._check(known, count)
             self._templates[count] = known
+        return known
+
+    def member_template(self, count: int) -> tuple[StridedCopy, ...]:
+        """The same of one member, relative to its own bases: for chunks that take a part of the members.
+
+        Raises:
+            PlanError: the copies are not exactly the elements of the regions.
+        """
+        known = self._member_templates.get(count)
+        if known is None:
+            self.template(count)  # raises unless one member's copies are its elements
+            known = self._member_templates[count] = concatenate(self._copies(count, Loop(1, 0, 0)))
         return known
 
     def _copies(self, count: int, members: Loop) -> Iterable[StridedCopy]:
@@ -255,8 +268,13 @@ class PairPlan:
 
 
 def make_pair_plan(consumer: RankTable, producer: RankTable, pairs: Iterable[RegionPair]) -> PairPlan:
-    """Sorts pairs into classes; a layer's pairs that move in step (packed K|V) become one member."""
-    pairs = tuple(pairs)
+    """Sorts pairs into classes; a layer's pairs that move in step (packed K|V) become one member.
+
+    The order in which pairs are given does not matter: both ranks of a staged pull make the plan, each from what it
+    knows, and must come to the same classes in the same order.
+    """
+    place = {(region.layer, region.component): index for index, region in enumerate(consumer.regions)}
+    pairs = tuple(sorted(pairs, key=lambda pair: place.get((pair.consumer.layer, pair.consumer.component), len(place))))
     bundles: dict[tuple[str, Side, Side], list[RegionPair]] = {}
     for pair in pairs:
         key = (pair.consumer.layer, _side(pair.producer, producer), _side(pair.consumer, consumer))

@@ -14,8 +14,10 @@ from mooncake_hetero_tp.io.transfer import Deadline
 from mooncake_hetero_tp.types import TokenRange
 from tests.oracle import Case, Reader, draw_case, run_case
 from tests.oracle_memory import VLLM_LAYOUTS, Arena, Layer, SideSpec
+from tests.staged import StagedTally, run_staged
 
 FIRST_SEED, RANDOM_CASES, CHUNKS = 100_000, 200, 4
+STAGED_CASES = 60
 READ_S = 60.0
 
 
@@ -59,6 +61,14 @@ def test_every_layout_pair_over_tcp(mooncake: MooncakeReader) -> None:
         for consumer in VLLM_LAYOUTS:
             case = Case(SideSpec(layout=producer), SideSpec(tp=2, layout=consumer), layers, 2, TokenRange(0, 7), seed)
             assert run_case(case, mooncake.arenas, mooncake.read).ranks == 2
+
+
+def test_staged_hand_overs_over_tcp_equal_the_oracle(mooncake: MooncakeReader) -> None:
+    """Slots lie in the registered arenas, one descriptor a chunk."""
+    tally = StagedTally()
+    for seed in range(FIRST_SEED, FIRST_SEED + STAGED_CASES):
+        run_staged(draw_case(seed), mooncake.arenas, mooncake.read, tally, most_ranks=1)
+    assert tally.ranks == STAGED_CASES
 
 
 def test_a_flipped_byte_is_seen(mooncake: MooncakeReader) -> None:

@@ -21,13 +21,13 @@ from mooncake_hetero_tp.core.copies import (
     split_at,
     strided_copy,
 )
-from mooncake_hetero_tp.core.layout import VLLM_LAYOUTS
 from mooncake_hetero_tp.core.plan import plan_pulls
 from mooncake_hetero_tp.core.regions import RankTable, attention_spans
 from mooncake_hetero_tp.core.runs import cut_runs
 from mooncake_hetero_tp.types import Rank, TokenRange
 from tests.oracle import HEADS, TP_SIZES, allowed, inside_one_buffer
-from tests.tables import DST, SRC, Dense, ids, planned, producer_tables
+from tests.pull_strategies import DrawnPull, pulls
+from tests.tables import DST, Dense, ids, planned, producer_tables
 
 # --- runs ----------------------------------------------------------------------------------------
 
@@ -169,42 +169,6 @@ def test_every_unit_is_read_from_exactly_one_rank(heads: int, producer: int, con
         assert len(plans) <= -(-span.count // held) + 1  # no more ranks than the span can touch
 
 
-@st.composite
-def sides(draw: st.DrawFn, heads: int, base: int) -> Dense:
-    layout = draw(st.sampled_from(VLLM_LAYOUTS))
-    tokens = draw(st.sampled_from([2, 3, 4, 6]))
-    kernels = [size for size in (1, 2, 3) if tokens % size == 0] if layout[:2] == "LB" else [tokens]
-    tp = draw(st.sampled_from([tp for tp in (1, 2, 3, 4) if allowed(heads, tp)]))
-    made = Dense(
-        heads=heads,
-        tp=tp,
-        layers=draw(st.integers(1, 3)),
-        layout=layout,
-        tokens=tokens,
-        kernel_tokens=draw(st.sampled_from(kernels)),
-        blocks=9,
-        item=draw(st.sampled_from([1, 2])),
-        base=base,
-    )
-    if layout[:2] in ("LB", "BL") and draw(st.booleans()):
-        local = max(heads // tp, 1)
-        dense = local * (made.kernel_tokens or tokens) * 2 * made.head_size * made.item
-        made = replace(made, page_bytes=dense + draw(st.integers(1, 9)))
-    return made
-
-
-@st.composite
-def pulls(draw: st.DrawFn) -> tuple[Dense, Dense, TokenRange, Int64, Int64]:
-    heads = draw(st.sampled_from([1, 2, 4, 6]))
-    producer, consumer = draw(sides(heads, SRC)), draw(sides(heads, DST))
-    same = replace(producer, layers=consumer.layers, item=consumer.item)
-    if producer.page_bytes is not None:
-        same = replace(same, page_bytes=producer.page_bytes * 2)
-    end = draw(st.integers(1, 12))
-    blocks = [draw(st.permutations(range(9)))[: -(-end // side.tokens)] for side in (same, consumer)]
-    return same, consumer, TokenRange(draw(st.integers(0, end)), end), ids(blocks[0]), ids(blocks[1])
-
-
 def _wanted(table: RankTable, tokens: TokenRange, block_tokens: int, blocks: Int64) -> set[int]:
     """Every destination byte of the range, element by element."""
     found = set()
@@ -222,9 +186,7 @@ def _wanted(table: RankTable, tokens: TokenRange, block_tokens: int, blocks: Int
 
 @settings(max_examples=60)
 @given(pulls(), st.integers(0, 3))
-def test_a_pull_covers_its_bytes_exactly_once_from_registered_memory(
-    pull: tuple[Dense, Dense, TokenRange, Int64, Int64], prefer: int
-) -> None:
+def test_a_pull_covers_its_bytes_exactly_once_from_registered_memory(pull: DrawnPull, prefer: int) -> None:
     producer, consumer, tokens, producer_blocks, consumer_blocks = pull
     producers = producer_tables(producer)
     for rank in range(consumer.tp):
@@ -240,7 +202,7 @@ def test_a_pull_covers_its_bytes_exactly_once_from_registered_memory(
 
 @settings(max_examples=60)
 @given(pulls())
-def test_there_and_back_are_inverse(pull: tuple[Dense, Dense, TokenRange, Int64, Int64]) -> None:
+def test_there_and_back_are_inverse(pull: DrawnPull) -> None:
     producer, consumer, tokens, producer_blocks, consumer_blocks = pull
     here, there = (replace(side, tp=1, page_bytes=None).table() for side in (producer, consumer))
     forth = planned(there, {Rank(): here})[Rank()]
