@@ -1,6 +1,6 @@
 """Loads libmht_kernels.so on first use; the only place that knows ctypes.
 
-`SIGNATURES` mirrors csrc/include/mht and is held to it by a test. The library is optional: `is_built` tells whether it
+`SIGNATURES` and the structs mirror csrc/include/mht and are held to it by a test. The library is optional: `is_built` tells whether it
 is there, and callers that can do without use the numpy reference instead.
 """
 
@@ -8,16 +8,81 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple, TypeAlias
 
-from mooncake_hetero_tp.errors import NativeError
+import numpy as np
+
+from mooncake_hetero_tp.core.copies import Int64 as Int64Array
+from mooncake_hetero_tp.core.copy_table import AXIS, COPY, CopyTable
+from mooncake_hetero_tp.errors import LocalUsageError, NativeError
 
 LIBRARY_PATH: Final = Path(__file__).with_name("libmht_kernels.so")
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 """MHT_ABI_VERSION of the header that `SIGNATURES` describes."""
 Int32 = ctypes.c_int32
 """For a function that writes an int32_t: pass one, read its `value`."""
+Int64 = ctypes.c_int64
+"""The same for an int64_t."""
+CHECK_OVERLAP: Final = 1
+"""MHT_CHECK_OVERLAP."""
+RANGE: Final = np.dtype([("address", "<i8"), ("bytes", "<i8")])
+"""`mht_range`."""
+Ranges: TypeAlias = Sequence[tuple[int, int]] | Int64Array
+"""(address, bytes) of memory that a call may touch; as an array, of shape (n, 2)."""
+
+
+class TableStruct(ctypes.Structure):
+    """`mht_copy_table`."""
+
+    _fields_: ClassVar = [
+        ("struct_bytes", ctypes.c_int64),
+        ("flags", ctypes.c_int64),
+        ("copies", ctypes.c_void_p),
+        ("copy_count", ctypes.c_int64),
+        ("offsets", ctypes.c_void_p),
+        ("offset_count", ctypes.c_int64),
+        ("packed_address", ctypes.c_int64),
+        ("packed_bytes", ctypes.c_int64),
+        ("ranges", ctypes.c_void_p),
+        ("range_count", ctypes.c_int64),
+    ]
+
+
+class TableArgument:
+    """A table as the library takes it; keeps the arrays that `struct` points to."""
+
+    def __init__(self, table: CopyTable, packed_address: int, ranges: Ranges, *, check_overlap: bool) -> None:
+        """Nothing is copied where the arrays are contiguous.
+
+        Raises:
+            LocalUsageError: arrays of another type or shape.
+        """
+        self._copies = np.ascontiguousarray(table.copies)
+        self._offsets = np.ascontiguousarray(table.offsets)
+        self._ranges = np.ascontiguousarray(ranges, np.int64).reshape(-1, 2)
+        if self._copies.dtype != COPY or self._offsets.dtype != np.int64:
+            raise LocalUsageError(
+                f"a copy table holds records of core.copy_table.COPY and int64 offsets, "
+                f"not {self._copies.dtype} and {self._offsets.dtype}"
+            )
+        self.struct = TableStruct(
+            struct_bytes=ctypes.sizeof(TableStruct),
+            flags=CHECK_OVERLAP if check_overlap else 0,
+            copies=self._copies.ctypes.data,
+            copy_count=self._copies.size,
+            offsets=self._offsets.ctypes.data,
+            offset_count=self._offsets.size,
+            packed_address=packed_address,
+            packed_bytes=table.packed_bytes,
+            ranges=self._ranges.ctypes.data,
+            range_count=len(self._ranges),
+        )
+
+
+STRUCT_BYTES: Final = (AXIS.itemsize, COPY.itemsize, RANGE.itemsize, ctypes.sizeof(TableStruct))
+"""What `mht_struct_bytes` has to answer, index by index."""
 
 
 class Signature(NamedTuple):
@@ -32,6 +97,10 @@ SIGNATURES: Final[dict[str, Signature]] = {
     "mht_cuda_version": Signature(Int32, ()),
     "mht_cuda_device_count": Signature(Int32, (ctypes.POINTER(Int32),)),
     "mht_status_text": Signature(ctypes.c_char_p, (Int32,)),
+    "mht_struct_bytes": Signature(Int64, (Int32,)),
+    "mht_gather": Signature(Int32, (ctypes.POINTER(TableStruct), Int32, ctypes.POINTER(Int64))),
+    "mht_scatter": Signature(Int32, (ctypes.POINTER(TableStruct), Int32, ctypes.POINTER(Int64))),
+    "mht_clear": Signature(Int32, (ctypes.POINTER(TableStruct), Int32, ctypes.POINTER(Int64))),
 }
 
 
@@ -70,6 +139,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         function = _symbol(library, path, name)
         function.restype = signature.restype
         function.argtypes = signature.argtypes
+    _check_structs(library, path)
     return library
 
 
@@ -78,6 +148,12 @@ def _check_abi(library: ctypes.CDLL, path: Path) -> None:
     version = _symbol(library, path, "mht_abi_version")()
     if version != ABI_VERSION:
         raise NativeError(f"{path} has ABI version {version}, this package needs {ABI_VERSION}: reinstall the package")
+
+
+def _check_structs(library: ctypes.CDLL, path: Path) -> None:
+    found = tuple(library.mht_struct_bytes(index) for index in range(len(STRUCT_BYTES)))
+    if found != STRUCT_BYTES:
+        raise NativeError(f"{path} has structs of {found} bytes, this package {STRUCT_BYTES}: reinstall the package")
 
 
 def _symbol(library: ctypes.CDLL, path: Path, name: str) -> ctypes._NamedFuncPointer:

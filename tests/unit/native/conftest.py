@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_hetero_tp.native import _library
+from mooncake_hetero_tp.native import _library, ops, reference
+from mooncake_hetero_tp.native.executor import Executor
 
 
 @pytest.fixture
@@ -34,3 +35,12 @@ def compile_library(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return compile_source
+
+
+@pytest.fixture(params=["reference", "library"])
+def executor(request: pytest.FixtureRequest) -> Executor:
+    """Each implementation of `Executor` in turn."""
+    if request.param == "reference":
+        return reference
+    request.getfixturevalue("library")
+    return ops

@@ -9,14 +9,24 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
-from mooncake_hetero_tp.errors import NativeError
+from mooncake_hetero_tp.core.copies import Int64
+from mooncake_hetero_tp.core.copy_table import AXIS, COPY, CopyTable
+from mooncake_hetero_tp.errors import LocalUsageError, NativeError
 from mooncake_hetero_tp.native import _library
+from tests.unit.native.arena import listed
 
 INCLUDE = Path(__file__).parents[3] / "csrc" / "include" / "mht"
+Fields = list[tuple[str, int]]
+"""Names and sizes, in order."""
 C_TYPES: dict[str, type] = {
     "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "int64_t*": ctypes.POINTER(ctypes.c_int64),
+    "const mht_copy_table*": ctypes.POINTER(_library.TableStruct),
     "mht_status": ctypes.c_int32,
     "const char*": ctypes.c_char_p,
     "int32_t*": ctypes.POINTER(ctypes.c_int32),
@@ -41,6 +51,53 @@ def test_signatures_equal_the_header() -> None:
     found = header_signatures()
     assert len(found) == header_text().count("MHT_API ") - len(re.findall(r"define MHT_API ", header_text()))
     assert found == _library.SIGNATURES
+
+
+def header_structs() -> dict[str, Fields]:
+    """Every struct of the headers; a pointer is 8 bytes, a struct inside another counts as often as it is there."""
+    defined = {name: int(value) for name, value in re.findall(r"#define (MHT_\w+) (\d+)\n", header_text())}
+    found: dict[str, Fields] = {}
+    for name, body in re.findall(r"typedef struct (\w+) \{([^}]*)\}", header_text()):
+        found[name] = []
+        for kind, field, length in re.findall(r"([\w\s*]+?)\s*\b(\w+)(?:\[(\w+)\])?;", body):
+            sizes = {"int64_t": 8, "int32_t": 4, **{name: sum(size for _, size in of) for name, of in found.items()}}
+            size = 8 if kind.endswith("*") else sizes[kind.strip()]
+            found[name].append((field, size * (defined[length] if length else 1)))
+    return found
+
+
+def dtype_fields(dtype: np.dtype[np.void]) -> Fields:
+    assert dtype.fields is not None
+    assert [dtype.fields[name][1] for name in dtype.fields] == sorted(place for _, place, *_ in dtype.fields.values())
+    return [(name, dtype.fields[name][0].itemsize) for name in dtype.fields]
+
+
+def test_structs_equal_the_header() -> None:
+    assert header_structs() == {
+        "mht_axis": dtype_fields(AXIS),
+        "mht_copy": dtype_fields(COPY),
+        "mht_range": dtype_fields(_library.RANGE),
+        "mht_copy_table": [(name, ctypes.sizeof(kind)) for name, kind, *_ in _library.TableStruct._fields_],
+    }
+
+
+@pytest.mark.usefixtures("library")
+def test_struct_sizes_are_the_librarys() -> None:
+    of = _library.load().mht_struct_bytes
+    assert [of(index) for index in range(-1, 5)] == [0, *_library.STRUCT_BYTES, 0]
+
+
+def test_other_struct_sizes_are_refused(compile_library: Callable[[str], Path]) -> None:
+    known = {"mht_abi_version": _library.ABI_VERSION, "mht_struct_bytes": 24}
+    source = "\n".join(f"long {name}() {{ return {known.get(name, 0)}; }}" for name in _library.SIGNATURES)
+    with pytest.raises(NativeError, match=r"structs of \(24, 24, 24, 24\) bytes, this package \(16, 128, 16, 80\)"):
+        _library.open_library(compile_library(source))
+
+
+@pytest.mark.parametrize("copies,offsets", [(np.zeros(1, AXIS), listed(1)), (np.zeros(1, COPY), np.zeros(1, np.int32))])
+def test_arrays_of_another_type_are_refused(copies: npt.NDArray[np.void], offsets: Int64) -> None:
+    with pytest.raises(LocalUsageError, match=r"holds records of core\.copy_table\.COPY and int64 offsets"):
+        _library.TableArgument(CopyTable(copies, offsets, 0), 0, [], check_overlap=False)
 
 
 def test_abi_version_equals_the_header() -> None:
