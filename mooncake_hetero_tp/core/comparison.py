@@ -20,7 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 
 from mooncake_hetero_tp.core.pairing import RegionPair, make_pair_plan
-from mooncake_hetero_tp.core.plan import collapse, pair_mismatches
+from mooncake_hetero_tp.core.plan import collapse, cuts_between_units, pair_mismatches
 from mooncake_hetero_tp.core.regions import Group, RankTable, Region, intersect
 from mooncake_hetero_tp.types import Mismatch, Severity
 
@@ -181,7 +181,7 @@ def _missing_layers(producer: RankTable, consumer: RankTable) -> Iterator[Mismat
 def _compare_regions(pair: RegionPair, producer: RankTable, consumer: RankTable) -> Iterator[Mismatch]:
     ours, theirs = pair.producer, pair.consumer
     yield from pair_mismatches(consumer, theirs, producer, ours)
-    if pair.whole_pages and pair.cuts and not (_may_cut(ours, pair.units) and _may_cut(theirs, pair.units)):
+    if pair.cuts and not cuts_between_units(pair):
         yield OPAQUE_CUT.mismatch(_unit_order(ours), _unit_order(theirs), theirs.name)
     if not pair.whole_pages and ours.encoding != theirs.encoding:
         yield ENCODING.mismatch(ours.encoding, theirs.encoding, theirs.name)
@@ -265,12 +265,6 @@ def _times(components: Counter[str]) -> str:
 
 def _last_unit(region: Region) -> int:
     return max((span.global_start + span.count - 1 for span in region.spans), default=0)
-
-
-def _may_cut(region: Region, units: int) -> bool:
-    """All of its units move, or none of one unit's bytes lie between those of another."""
-    inner = sum((axis.count - 1) * axis.stride for axis in (region.token, region.channel))
-    return region.unit.count == units or region.unit.stride >= inner + region.item_bytes
 
 
 def _unit_order(region: Region) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "RunTable",
     "StridedCopy",
     "cut_runs",
+    "cuts_between_units",
     "pair_mismatches",
     "plan_pulls",
     "prove",
@@ -174,11 +175,8 @@ def _opaque_mismatches(want: Region, have: Region) -> Iterable[Mismatch]:
 
 
 def _opaque_cut(pair: RegionPair) -> Iterable[Mismatch]:
-    """An opaque page may be cut into units only where they are outermost in it, on both sides."""
     want, have = pair.consumer, pair.producer
-    if not pair.whole_pages or (_whole(pair) and want.unit == have.unit):
-        return
-    if not (_unit_outermost(want) and _unit_outermost(have)):
+    if not cuts_between_units(pair):
         yield _differs(
             want,
             "units of an opaque page",
@@ -186,6 +184,17 @@ def _opaque_cut(pair: RegionPair) -> Iterable[Mismatch]:
             f"{want.unit.count} ({want.encoding})",
             "cutting it between units would cut somewhere inside its content",
         )
+
+
+def cuts_between_units(pair: RegionPair) -> bool:
+    """Whether what is cut from a page whose inner order is not known is whole, or whole units of it.
+
+    Units may be taken apart only where they are outermost in the page, on both sides. Known orders are cut anywhere.
+    """
+    want, have = pair.consumer, pair.producer
+    if not pair.whole_pages or (_whole(pair) and want.unit == have.unit):
+        return True
+    return _unit_outermost(want) and _unit_outermost(have)
 
 
 def _whole(pair: RegionPair) -> bool:

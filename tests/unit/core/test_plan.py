@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from mooncake_hetero_tp.core.comparison import compare
 from mooncake_hetero_tp.core.copies import StridedCopy
 from mooncake_hetero_tp.core.plan import plan_pulls
 from mooncake_hetero_tp.core.regions import STATE, Axis, Group, RankTable, Region, Span, whole_span
@@ -362,6 +363,15 @@ def test_opaque_pages_with_units_inside_are_refused() -> None:
     assert "l/kv" in text
     assert "opaque:X" in text
     planned(_opaque(DST, 4, unit=4, row=16), {Rank(): token_major})  # uncut it is fine
+
+
+def test_whole_opaque_pages_of_unlike_unit_order_are_refused_by_plan_and_handshake() -> None:
+    # All units move, but where one's bytes lie between another's, unlike distances tell of unlike content.
+    producer, consumer = _opaque(SRC, 4, unit=4, row=32), _opaque(DST, 4, unit=8, row=32)
+    _refusal("units of an opaque page", producer, consumer)
+    assert "unit_order" in {found.field for found in compare(producer, consumer)}
+    known = [_opaque(base, 4, unit=unit, row=32, name="packed") for base, unit in ((SRC, 4), (DST, 8))]
+    assert planned(known[1], {Rank(): known[0]})
 
 
 @pytest.mark.parametrize(
