@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 
 from mooncake_hetero_tp.cli.answer import answer
-from mooncake_hetero_tp.core.cost import Rates
+from mooncake_hetero_tp.cli.costs import Terms
+from mooncake_hetero_tp.core.cost import Mode
 from mooncake_hetero_tp.core.layout import VLLM_LAYOUTS
 
 Json = dict[str, Any]
@@ -46,9 +47,9 @@ def example() -> Json:
     )
 
 
-def ask(case: object) -> Json:
+def ask(case: object, mode: Mode = Mode.AUTO, slot_mib: int = 8) -> Json:
     """The answer as a script gets it."""
-    found: Json = json.loads(msgspec.json.encode(answer(case, Rates())))
+    found: Json = json.loads(msgspec.json.encode(answer(case, Terms(mode=mode, slot_mib=slot_mib))))
     return found
 
 

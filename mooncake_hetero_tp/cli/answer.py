@@ -9,16 +9,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mooncake_hetero_tp.cli.case import Case, InvalidCase, Request, Side, read_case
+from mooncake_hetero_tp.cli.case import Case, InvalidCase, Request, read_case
+from mooncake_hetero_tp.cli.costs import Reading, Terms, choice_of
 from mooncake_hetero_tp.cli.memory import COMPONENT, Array, RankMemory, engine_memory, refusals
 from mooncake_hetero_tp.core.binding import Descriptors, bind
-from mooncake_hetero_tp.core.cost import Rates
+from mooncake_hetero_tp.core.cost import Mode, Rates
 from mooncake_hetero_tp.core.handshake import Agreement, agree, combine, compare, explain
 from mooncake_hetero_tp.core.plan import PairPlan, collapse, plan_pulls, prove
 from mooncake_hetero_tp.errors import ConfigError, IncompatiblePeer
 from mooncake_hetero_tp.types import Mismatch, Rank, TokenRange
-
-DIRECT = "direct"
 
 
 class RankName(msgspec.Struct, frozen=True):
@@ -95,10 +94,10 @@ class Answer(msgspec.Struct, kw_only=True):
     rates: Rates | msgspec.UnsetType = msgspec.UNSET
 
 
-def answer(given: object, rates: Rates) -> Answer:
+def answer(given: object, terms: Terms) -> Answer:
     """Reads and plans one decoded case; what is wrong with it is told in the answer, never raised."""
     try:
-        return _planned(read_case(given), rates)
+        return _planned(read_case(given), terms)
     except (InvalidCase, ConfigError) as error:
         return Answer(status="invalid", why=str(error))
     except IncompatiblePeer as error:
@@ -106,23 +105,29 @@ def answer(given: object, rates: Rates) -> Answer:
         return Answer(status="refused", mismatches=found, why=explain(found))
 
 
-def _planned(case: Case, rates: Rates) -> Answer:
+def _planned(case: Case, terms: Terms) -> Answer:
     if found := refusals(case):
         raise IncompatiblePeer("the case cannot be laid out", collapse(found))
     engines = _Engines.of(case)
-    predicted = _predict(case) if case.request is None else msgspec.UNSET
-    pulls = [] if case.request is None else list(engines.pulls(case, case.request))
-    return Answer(
+    request = case.request or _likely_request(case)
+    meant = case if case.request else _with_room(case, request)
+    placed = _Placed.of(meant, request, terms)
+    readings = list((engines if meant is case else _Engines.of(meant)).readings(placed))
+    mode, why = choice_of(readings, terms)
+    told = Answer(
         status="ok",
         agreement=combine([agree(plan.producer, plan.consumer) for _, _, plan in engines.plans]),
         mismatches=engines.mismatches(),
-        mode=DIRECT,
-        why=_why(pulls if predicted is msgspec.UNSET else predicted.pulls, rates),
-        pulls=pulls,
+        mode=mode,
+        why=why,
         geometry=Geometry(_geometry(engines.producers), _geometry(engines.consumers)),
-        predicted=predicted,
-        rates=rates,
+        rates=terms.rates,
     )
+    if case.request:
+        told.pulls = [engines.pull(placed, reading, mode) for reading in readings]
+    else:
+        told.predicted = Prediction(request.tokens, [Count(*_count(reading, mode)) for reading in readings])
+    return told
 
 
 @dataclass(frozen=True)
@@ -147,32 +152,37 @@ class _Engines:
     def mismatches(self) -> list[Mismatch]:
         return list(collapse(found for _, _, plan in self.plans for found in compare(plan.producer, plan.consumer)))
 
-    def pulls(self, case: Case, request: Request) -> Iterator[Pull]:
-        """All pulls of a request, without those that would move nothing."""
-        placed = _Placed.of(case, request)
+    def readings(self, placed: _Placed) -> Iterator[Reading]:
+        """Of all pairs of ranks, without those that would move nothing."""
         for consumer, producer, plan in self.plans:
             whole = placed.bind(plan)
             if whole.bytes:
-                sources, targets = self.producers[producer], self.consumers[consumer]
-                copies = [copy for layer in plan.layers for copy in _copies(placed, plan, layer, sources, targets)]
-                copies.sort(key=lambda copy: copy.dst)
-                yield Pull(_name(consumer), _name(producer), whole.count, whole.bytes, copies)
+                yield Reading(consumer, producer, plan, placed.ranges, whole, placed.terms.slot_bytes)
+
+    def pull(self, placed: _Placed, reading: Reading, mode: Mode) -> Pull:
+        sources, targets = self.producers[reading.producer], self.consumers[reading.consumer]
+        plan = reading.plan
+        copies = [copy for layer in plan.layers for copy in _copies(placed, plan, layer, sources, targets)]
+        copies.sort(key=lambda copy: copy.dst)
+        return Pull(*_count(reading, mode), copies)
 
 
 @dataclass(frozen=True)
 class _Placed:
     """A request's token ranges and complete block lists, per group."""
 
+    terms: Terms
     ranges: list[TokenRange]
     producer_blocks: list[np.ndarray[Any, np.dtype[np.int64]]]
     consumer_blocks: list[np.ndarray[Any, np.dtype[np.int64]]]
 
     @classmethod
-    def of(cls, case: Case, request: Request) -> _Placed:
+    def of(cls, case: Case, request: Request, terms: Terms) -> _Placed:
         """Puts a place-holder before the consumer's list for each page that it leaves out; none is ever read."""
         skipped = [request.skip_tokens // case.consumer.block_size_of(group) for group in case.groups]
         consumer_blocks = zip(skipped, request.consumer_blocks, strict=True)
         return cls(
+            terms=terms,
             ranges=[TokenRange(request.skip_tokens, request.tokens)] * len(case.groups),
             producer_blocks=[np.array(blocks, np.int64) for blocks in request.producer_blocks],
             consumer_blocks=[np.array([0] * pages + blocks, np.int64) for pages, blocks in consumer_blocks],
@@ -191,23 +201,28 @@ def _copies(placed: _Placed, plan: PairPlan, layer: str, sources: RankMemory, ta
         yield Copy(layer, COMPONENT, start, end, length)
 
 
-def _predict(case: Case) -> Prediction:
-    """Counts for as many tokens as the largest block holds, in caches large enough to scatter its blocks."""
+def _likely_request(case: Case) -> Request:
+    """As many tokens as the largest block holds, no two neighbouring blocks of which lie side by side."""
     tokens = max(side.block_size_of(group) for side in case.sides.values() for group in case.groups)
-    producer, producer_blocks = _scattered(case, case.producer, tokens)
-    consumer, consumer_blocks = _scattered(case, case.consumer, tokens)
-    request = Request(tokens=tokens, producer_blocks=producer_blocks, consumer_blocks=consumer_blocks)
-    larger = msgspec.structs.replace(case, producer=producer, consumer=consumer, request=request)
-    pulls = _Engines.of(larger).pulls(larger, request)
-    return Prediction(
-        tokens, [Count(pull.consumer_rank, pull.producer_rank, pull.descriptors, pull.bytes) for pull in pulls]
-    )
+    blocks = [
+        [list(range(0, 2 * -(-tokens // side.block_size_of(group)), 2)) for group in case.groups]
+        for side in (case.producer, case.consumer)
+    ]
+    return Request(tokens=tokens, producer_blocks=blocks[0], consumer_blocks=blocks[1])
 
 
-def _scattered(case: Case, side: Side, tokens: int) -> tuple[Side, list[list[int]]]:
-    pages = [-(-tokens // side.block_size_of(group)) for group in case.groups]
-    blocks = [list(range(0, 2 * count, 2)) for count in pages]
-    return msgspec.structs.replace(side, num_blocks=max(side.num_blocks, 2 * max(pages))), blocks
+def _with_room(case: Case, request: Request) -> Case:
+    """The case with caches that hold the blocks of `request`."""
+    larger = [
+        msgspec.structs.replace(side, num_blocks=max(side.num_blocks, 2 * max(len(blocks) for blocks in lists)))
+        for side, lists in ((case.producer, request.producer_blocks), (case.consumer, request.consumer_blocks))
+    ]
+    return msgspec.structs.replace(case, producer=larger[0], consumer=larger[1], request=request)
+
+
+def _count(reading: Reading, mode: Mode) -> tuple[RankName, RankName, int, int]:
+    """What `Pull` and `Count` have in common."""
+    return _name(reading.consumer), _name(reading.producer), reading.descriptors(mode), reading.direct.bytes
 
 
 def _name(rank: Rank) -> RankName:
@@ -216,21 +231,3 @@ def _name(rank: Rank) -> RankName:
 
 def _geometry(memory: Mapping[Rank, RankMemory]) -> list[StageGeometry]:
     return [StageGeometry(rank.pp, one.arrays) for rank, one in memory.items() if rank.tp == 0]
-
-
-def _why(pulls: Sequence[Pull | Count], rates: Rates) -> str:
-    """Why this mode, with the cost of the consumer rank that waits longest."""
-    if not pulls:
-        return f"direct: nothing to read ({rates})"
-    per_rank: dict[RankName, list[Pull | Count]] = {}
-    for pull in pulls:
-        per_rank.setdefault(pull.consumer_rank, []).append(pull)
-    sums = {
-        rank: (sum(pull.descriptors for pull in own), sum(pull.bytes for pull in own)) for rank, own in per_rank.items()
-    }
-    slowest = max(sums, key=lambda rank: rates.direct_s(*sums[rank]))
-    descriptors, length = sums[slowest]
-    return (
-        f"direct: staging is not built yet; the busiest consumer rank {slowest} reads {length} bytes with "
-        f"{descriptors} descriptors, about {rates.direct_s(descriptors, length) * 1e3:.3g} ms at {rates}"
-    )

@@ -10,12 +10,14 @@ import msgspec
 import typer
 
 from mooncake_hetero_tp.cli.answer import Answer, answer
+from mooncake_hetero_tp.cli.costs import DEFAULT_SLOT_MIB, Terms
 from mooncake_hetero_tp.cli.outcome import Outcome
 from mooncake_hetero_tp.cli.report import show
-from mooncake_hetero_tp.core.cost import Rates
+from mooncake_hetero_tp.core.cost import Mode, Rates
 
 EXIT_STATUS = {"ok": 0, "refused": 2, "invalid": 1}
 STDIN = Path("-")
+_RATES = ", ".join(Rates.__struct_fields__)
 
 
 def plan(
@@ -30,9 +32,11 @@ def plan(
         typer.Option(
             "--rates",
             metavar="FILE",
-            help='Rates in place of the built-in ones: {"descriptor_s": 25e-6, "bytes_per_s": 1.6e9}.',
+            help="Rates in place of the built-in ones, all optional: " + _RATES + ".",
         ),
     ] = None,
+    mode: Annotated[Mode, typer.Option(help="How to read; auto takes the faster of the other two.")] = Mode.AUTO,
+    slot_mib: Annotated[int, typer.Option(min=1, max=1 << 20, help="MiB of one staging slot.")] = DEFAULT_SLOT_MIB,
 ) -> None:
     """Explain offline what a pull between two engines would do.
 
@@ -43,9 +47,9 @@ def plan(
 
     Exit status: 0 all ok, 2 a case is refused, 1 a case is invalid or wrong usage.
     """
-    rates = Rates() if rates_file is None else _read_rates(rates_file)
+    terms = Terms(Rates() if rates_file is None else _read_rates(rates_file), mode, slot_mib)
     given = _read_json(case)
-    answers = [answer(one, rates) for one in (given if isinstance(given, list) else [given])]
+    answers = [answer(one, terms) for one in (given if isinstance(given, list) else [given])]
     if as_json:
         _print_json(answers if isinstance(given, list) else answers[0])
     else:
@@ -81,4 +85,4 @@ def _read_rates(path: Path) -> Rates:
     try:
         return msgspec.json.decode(_read(path), type=Rates)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise typer.BadParameter(f"{path} holds no rates: {error}; expected descriptor_s and bytes_per_s") from error
+        raise typer.BadParameter(f"{path} holds no rates: {error}; expected some of {_RATES}") from error

@@ -29,6 +29,9 @@ from mooncake_hetero_tp.types import TokenRange
 ALIGN_BYTES = 64
 """Pieces start at multiples of it in the packed buffer: a cache line, and whole vectors for every kernel."""
 
+LONGEST_READ_BYTES = 64 << 20
+"""What goes to the engine in one descriptor (`io/reading.py`); a longer slot is read in several."""
+
 _LENGTHS_PER_SLOT = 8
 """Tokens of a cell that is cut move in eighths of a slot: few distinct lengths, for each has a template of its own."""
 
@@ -95,6 +98,11 @@ class Chunks:
     def total_bytes(self) -> int:
         """Bytes to read of all chunks."""
         return sum(chunk.packed_bytes for chunk in self.chunks)
+
+    @property
+    def reads(self) -> int:
+        """Descriptors that all chunks take: one each, unless slots are very large."""
+        return sum(-(-chunk.packed_bytes // LONGEST_READ_BYTES) for chunk in self.chunks)
 
 
 def smallest_slot(plan: PairPlan) -> int:

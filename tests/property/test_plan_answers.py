@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mooncake_hetero_tp.core.cost import Mode
 from mooncake_hetero_tp.core.layout import VLLM_LAYOUTS
 from tests.plan_cases import Json, ask, layers, make_case, per_group, random_case, side
 
@@ -80,8 +81,9 @@ def stages(case: Json, which: str) -> list[range]:
 
 
 def check(case: Json) -> Json:
-    """Answers a float64 case and proves the answer on real bytes."""
-    found = ask(case)
+    """Answers a float64 case and proves the answer on real bytes; staged, the copies are the same."""
+    found = ask(case, Mode.DIRECT)
+    check_staged(found, ask(case, Mode.STAGED))
     assert found["status"] == "ok", found["why"]
     memories = {
         which: {
@@ -103,6 +105,12 @@ def check(case: Json) -> Json:
         assert written.arrays == wanted.arrays
         check_written_once([copy for pull in own for copy in pull["copies"]], written, names)
     return found
+
+
+def check_staged(direct: Json, staged: Json) -> None:
+    """These pulls all fit one slot."""
+    assert staged["mode"] == ("staged" if direct["pulls"] else "direct")
+    assert [pull | {"descriptors": 1} for pull in direct["pulls"]] == staged["pulls"]
 
 
 def apply(copy: Json, source: bytearray, target: bytearray) -> None:
@@ -178,8 +186,9 @@ def test_the_oracle_sees_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: head 1 taken from a padded page (vllm#52516 review)."""
     case = random_case(7)
     assert check(case)["pulls"]
-    real = ask(case)
-    real["pulls"][0]["copies"][0]["src"] += 8
-    monkeypatch.setattr(sys.modules[__name__], "ask", lambda _: real)
+    real = {mode: ask(case, mode) for mode in (Mode.DIRECT, Mode.STAGED)}
+    for found in real.values():
+        found["pulls"][0]["copies"][0]["src"] += 8
+    monkeypatch.setattr(sys.modules[__name__], "ask", lambda _, mode: real[mode])
     with pytest.raises(AssertionError):
         check(case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mooncake_hetero_tp.core.cost import Mode
 from tests.plan_cases import Json, ask, attention, example, layers, make_case, pull_of, side, spots
 
 HEAD_SLICE = 65536
@@ -144,10 +145,12 @@ def test_the_field_case_cuts_cleanly_when_head_major() -> None:
 
 
 def test_the_field_case_is_exact_when_token_major() -> None:
-    found = ask(field_case("BLNHC", 1568 + 3))
-    for pull in found["pulls"]:
+    found, direct = (ask(field_case("BLNHC", 1568 + 3), mode) for mode in (Mode.AUTO, Mode.DIRECT))
+    for pull in direct["pulls"]:
         assert {copy["bytes"] for copy in pull["copies"]} == {1024}
         assert pull["descriptors"] == len(pull["copies"]) == 12 * 1571
+    assert (found["mode"], direct["mode"]) == ("staged", "direct")
+    assert found["pulls"] == [pull | {"descriptors": 3} for pull in direct["pulls"]]  # 19 MB in slots of 8 MiB
     staging = [one for one in found["mismatches"] if one["severity"] == "staging"]
     assert [one["field"] for one in staging] == ["layout"]
     assert "1024 bytes" in staging[0]["effect"]

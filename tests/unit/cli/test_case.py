@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mooncake_hetero_tp.cli.answer import answer
-from mooncake_hetero_tp.core.cost import Rates
+from mooncake_hetero_tp.cli.costs import Terms
 from tests.plan_cases import ask, changed, layers, random_case, side
 
 
@@ -97,7 +97,7 @@ def test_no_case_raises() -> None:
             for step in steps:
                 where = where[step]
             where[last] = draw.choice(ODD_VALUES)
-        found = answer(json.loads(json.dumps(case)), Rates())
+        found = answer(json.loads(json.dumps(case)), Terms())
         assert found.why
         seen.add(found.status)
     assert seen == {"ok", "refused", "invalid"}

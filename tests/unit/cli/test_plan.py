@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from mooncake_hetero_tp.cli import main
-from tests.plan_cases import ask, changed, example, spots
+from tests.plan_cases import ask, changed, example, layers, make_case, side, spots
+
+RATES = {
+    "descriptor_s": 25e-6, "bytes_per_s": 1.6e9, "gather_bytes_per_s": 13e9, "scatter_bytes_per_s": 13e9,
+    "round_trip_s": 500e-6, "chunk_s": 300e-6,
+}  # fmt: skip
 
 
 def run(tmp_path: Path, case: object, *options: str) -> int:
@@ -34,8 +39,9 @@ def test_the_example_answers_as_described(tmp_path: Path, capsys: pytest.Capture
         assert pull["bytes"] == 70 * 4 * 512
         assert pull["descriptors"] == len(pull["copies"]) == 4 * 5
     assert spots(found["pulls"][1])[0] == (11 * 65536 + 4 * 8192, 2 * 131072, 6 * 512)
+    assert "0.5 ms in 20 descriptors, staged about 0.937 ms in 1 chunk" in found["why"]  # a round trip more
     assert "25 us a descriptor, 1.6 GB/s" in found["why"]
-    assert found["rates"] == {"descriptor_s": 25e-6, "bytes_per_s": 1.6e9}
+    assert found["rates"] == RATES
 
 
 def test_a_bad_case_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,12 +114,33 @@ def test_rates_are_replaceable(tmp_path: Path, capsys: pytest.CaptureFixture[str
     rates.write_text('{"descriptor_s": 1e-3, "bytes_per_s": 25e9}')
     assert run(tmp_path, example(), "--json", "--rates", str(rates)) == 0
     found = json.loads(capsys.readouterr().out)
-    assert "20 ms at 1000 us a descriptor, 25 GB/s" in found["why"]
-    assert found["rates"] == {"descriptor_s": 1e-3, "bytes_per_s": 25e9}
+    assert found["why"].startswith("staged: about 1.83 ms in 1 chunk, direct about 20 ms in 20 descriptors")
+    assert "(1000 us a descriptor, 25 GB/s; " in found["why"]
+    assert found["rates"] == RATES | {"descriptor_s": 1e-3, "bytes_per_s": 25e9}
     for wrong in ('{"descriptor_s": 0}', '{"bandwidth": 1}', "[]", "x"):
         rates.write_text(wrong)
         assert run(tmp_path, example(), "--rates", str(rates)) == 1
-        assert "descriptor_s and bytes_per_s" in capsys.readouterr().err
+        assert "expected some of descriptor_s, bytes_per_s, gather_bytes_per_s" in capsys.readouterr().err
+
+
+def test_mode_and_slot_size_are_settable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    like = layers(4)
+    blocks = [[3, 9, 4, 7], [5, 2, 1, 8]]
+    request = {"tokens": 4 * 256, "producer_blocks": [blocks[0]], "consumer_blocks": [blocks[1]]}
+    case = make_case(side(block_size=256), side(2, "BLNHC", 256), like, request)
+    found = {}
+    for options in ((), ("--mode", "staged"), ("--mode", "direct"), ("--mode", "staged", "--slot-mib", "2")):
+        assert run(tmp_path, case, "--json", *options) == 0
+        answer = json.loads(capsys.readouterr().out)
+        found[options] = (answer["mode"], [pull["descriptors"] for pull in answer["pulls"]])
+    assert list(found.values()) == [
+        ("staged", [1, 1]),  # 8 MiB for each rank
+        ("staged", [1, 1]),
+        ("direct", [4 * 4 * 256 * 4] * 2),
+        ("staged", [4, 4]),
+    ]
+    for wrong in (("--mode", "fast"), ("--slot-mib", "0"), ("--slot-mib", "x")):
+        assert run(tmp_path, case, *wrong) == 1
 
 
 def test_a_case_from_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +153,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out[0].isdigit()
     assert main(["plan", "--help"]) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "one object for one case, a list of" in out
     assert "2 a case is refused" in out
 
