@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 
+from mooncake_hetero_tp.core.copies import ByteMap
 from mooncake_hetero_tp.core.copy_table import CopyTable
 from mooncake_hetero_tp.core.packing import SideTables
-from mooncake_hetero_tp.core.regions import Span
+from mooncake_hetero_tp.core.regions import RankTable, Span
+from mooncake_hetero_tp.native import reference
 from mooncake_hetero_tp.types import Rank, TokenRange
 from tests import staged
 from tests.oracle import BLOCKS, HEADS, TP_SIZES, Case, Pull, Reader, allowed, draw_case, loopback_reader
-from tests.oracle_memory import PAGE_ENCODINGS, VLLM_LAYOUTS, Arena, Layer, RankMemory, SideSpec
+from tests.oracle_memory import PAGE_ENCODINGS, VLLM_LAYOUTS, Arena, Bytes, Layer, RankMemory, SideSpec
 from tests.staged import Stage, StagedTally, run_staged
 from tests.tables import planned, region, table
 
+Tables: TypeAlias = tuple[CopyTable, CopyTable]
 RANDOM_CASES, CHUNKS = 800, 4
 TWO_LAYERS = (Layer("layers.0.attn", "attention", 2, 2), Layer("layers.1.attn", "attention", 2, 2))
 FORMS = [SideSpec(layout=layout, num_blocks=5) for layout in VLLM_LAYOUTS] + [
@@ -112,6 +116,32 @@ def test_opaque_pages_move_whole(arenas: tuple[Arena, Arena], read: Reader) -> N
     assert [chunk.packed_bytes for chunk in stage.sent.chunks] == [128, 128]
     stage.move(arenas, read)
     assert np.array_equal(consumer.memory.reshape(8, 2, 64), expected)
+
+
+def test_the_shipped_reference_moves_the_same_bytes(
+    arenas: tuple[Arena, Arena], read: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables pass its checks (inside registered buffers, no byte twice), and it packs and unpacks what the oracle does."""
+    tally, own = StagedTally(), Stage._move_one
+
+    def move_again(self: Stage, tables: Tables, slots: Sequence[tuple[int, Bytes]], *rest: Any) -> ByteMap:
+        moved = own(self, tables, slots, *rest)
+        (from_address, sent), (to_address, _) = slots
+        held, kept = sent.copy(), arenas[1].memory.copy()
+        reference.gather(tables[0], from_address, _ranges(self.plan.producer))
+        assert np.array_equal(sent, held)
+        reference.scatter(tables[1], to_address, _ranges(self.plan.consumer), check_overlap=True)
+        assert np.array_equal(arenas[1].memory, kept)
+        return moved
+
+    monkeypatch.setattr(Stage, "_move_one", move_again)
+    for seed in range(RANDOM_CASES, RANDOM_CASES + 40):
+        run_staged(draw_case(seed), arenas, read, tally)
+    assert tally.chunks > 300
+
+
+def _ranges(held: RankTable) -> list[tuple[int, int]]:
+    return [(buffer.address, buffer.length_bytes) for buffer in held.buffers]
 
 
 def _rows_swapped(table: CopyTable) -> CopyTable:
