@@ -26,6 +26,7 @@ from mooncake_hetero_tp.core.messages import (
     ProducerMessage,
     Pull,
     Refuse,
+    Stage,
     Welcome,
 )
 from mooncake_hetero_tp.core.regions import RankTable
@@ -140,10 +141,11 @@ def _check_frame(frame: bytes) -> None:
         _refuse("frame", f"at most {limit} bytes", f"{len(frame)}")
 
 
-def _check_pull(pull: Pull) -> None:
-    for group, tokens in enumerate(pull.ranges):
+def _check_ranges(message: Pull | Stage) -> None:
+    for group, tokens in enumerate(message.ranges):
         if not 0 <= tokens.start <= MAX_NUMBER or not 0 <= tokens.end <= MAX_NUMBER:
-            _refuse(f"Pull, group {group}", "a token range of non-negative numbers", str(tokens))
+            what = f"{type(message).__name__}, group {group}"
+            _refuse(what, "a token range of non-negative numbers", str(tokens))
 
 
 def _check_grant(grant: Grant) -> None:
@@ -222,7 +224,8 @@ _CHECKS: Final[dict[type, Callable[..., None]]] = {
     Hello: _check_hello,
     Welcome: _check_welcome,
     Refuse: _check_refuse,
-    Pull: _check_pull,
+    Pull: _check_ranges,
+    Stage: _check_ranges,
     Grant: _check_grant,
 }
 

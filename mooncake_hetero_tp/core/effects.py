@@ -6,15 +6,24 @@ feeds the answers back:
 
     effect          carried out by                                answered by
     Reply           sending on the producer's ROUTER socket       -
+    Gather          bind + gather in a worker thread              producer.gathered(...), always, once
     Send            sending on the DEALER for that address        -
     Resolve         GET /query on the bootstrap server            machine.resolved(...), always, once
     StartRead       bind + engine.read in a worker thread         consumer.read_finished(...), always, once
+    StartChunk      engine.read + scatter in a worker thread      consumer.read_finished(...), always, once
     ExtendRead      moving that read's deadline                   -
     StopRead        submitting no further batch of it             (read_finished stays due)
     FenceRead       replacing the transport session               consumer.read_fenced(...), when nothing can write
     Report          telling vLLM: finished_recving / failed       -
     FinishedSending telling vLLM: finished_sending                -
     Notice          the log                                       -
+
+A StartRead with `staging` may be answered, before anything was read, with the number of chunks it would rather be
+staged in. Each StartChunk then reads one packed chunk from the producer's ring into a slot of our own and scatters
+it into the pages. Its worker takes `returned_at` as soon as the engine call has returned, and scatters only if that
+is before the deadline and the read was not stopped; otherwise it answers "not ok". It answers when its scatter is
+done. ExtendRead, StopRead and FenceRead are for these reads too. A chunk that failed may still write into its
+*slot*, which waits for the fence, but not into the pages, so its request does not.
 
 Block ids are one-dimensional integer arrays, one per KV cache group, in *logical* blocks: position i is
 page i of the request, null pages included. All times are seconds of the driver's one monotonic clock.
@@ -33,11 +42,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_hetero_tp.core.messages import ConsumerMessage, ProducerMessage
+from mooncake_hetero_tp.core.messages import ConsumerMessage, Offer, PairCut, ProducerMessage
+from mooncake_hetero_tp.core.regions import RankTable
+from mooncake_hetero_tp.core.slots import Slot
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank, RequestId, TokenRange, TransferId
 
 ReadId = NewType("ReadId", int)
-"""Names one StartRead of one ConsumerMachine; never used twice."""
+"""Names one StartRead or StartChunk of one ConsumerMachine; never used twice."""
+GatherId = NewType("GatherId", int)
+"""Names one Gather of one ProducerMachine; never used twice."""
 BlockIds: TypeAlias = npt.NDArray[np.integer[Any]]
 """Logical block ids of one group."""
 Plan: TypeAlias = Any
@@ -100,7 +113,7 @@ class ResolveFailed(msgspec.Struct, frozen=True):
 
 
 class ReadOutcome(msgspec.Struct, frozen=True):
-    """How one StartRead ended."""
+    """How one StartRead or StartChunk ended."""
 
     ok: bool
     """Every engine call of the read returned success."""
@@ -112,6 +125,18 @@ class ReadOutcome(msgspec.Struct, frozen=True):
     transport_dead: bool = False
     """Only looked at when not ok. True: nothing of this read can write any more (its session is known
     dead, or no engine call was made or left unfinished). False: it might; the machine answers FenceRead."""
+    chunks: int = 0
+    """Not 0: this StartRead has moved nothing and asks to be staged in so many chunks."""
+
+
+class GatherOutcome(msgspec.Struct, frozen=True):
+    """How one Gather ended; nothing of it runs any more."""
+
+    length_bytes: int = 0
+    """What lies in the slot from its start."""
+    gather_us: int = 0
+    error: str | None = None
+    """Why there is nothing in the slot that may be read."""
 
 
 # --- effects -------------------------------------------------------------------------------------
@@ -122,6 +147,26 @@ class Reply(msgspec.Struct, frozen=True):
 
     peer: bytes
     message: ProducerMessage
+
+
+class Gather(msgspec.Struct, frozen=True, eq=False):
+    """Producer: pack one chunk of a pull into a slot of our ring."""
+
+    gather_id: GatherId
+    request_id: RequestId
+    """The producer's; for the log."""
+    consumer: Identity
+    consumer_table: RankTable
+    cuts: tuple[PairCut, ...]
+    """With the consumer's table and our own: the plan to cut into chunks."""
+    ranges: tuple[TokenRange, ...]
+    """One per group of the consumer."""
+    chunk: int
+    chunk_bytes: int
+    """Most bytes of a chunk of this pair."""
+    blocks: tuple[BlockIds, ...]
+    """Ours, one list per group of ours."""
+    slot: Slot
 
 
 class FinishedSending(msgspec.Struct, frozen=True):
@@ -156,6 +201,30 @@ class StartRead(msgspec.Struct, frozen=True, eq=False):
     producer_blocks: tuple[BlockIds, ...]
     consumer_blocks: tuple[BlockIds, ...]
     deadline: float
+    staging: Offer | None = None
+    """What both rings have at least, if it may be staged (see `ReadOutcome.chunks`); None: read it directly."""
+
+
+class StartChunk(msgspec.Struct, frozen=True, eq=False):
+    """Consumer: read one staged chunk into our slot, and scatter it into the pages; see above."""
+
+    read_id: ReadId
+    request_id: RequestId
+    producer: Identity
+    transport_session: str
+    address: int
+    """Where it lies packed, in the producer's memory."""
+    length_bytes: int
+    gather_us: int
+    """How long the producer took to pack it."""
+    slot: Slot
+    chunk: int
+    chunk_bytes: int
+    """Most bytes of a chunk of this pair."""
+    plan: Plan
+    ranges: tuple[TokenRange, ...]
+    consumer_blocks: tuple[BlockIds, ...]
+    deadline: float
 
 
 class ExtendRead(msgspec.Struct, frozen=True):
@@ -181,7 +250,7 @@ class FenceRead(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """Consumer: the load of this request ended on this rank; exactly once per `start`.
 
-    No engine call of the request is running, and none can write, when this is returned.
+    No engine call of the request is running, and nothing can write into its pages, when this is returned.
     """
 
     request_id: RequestId
@@ -198,6 +267,8 @@ class Notice(msgspec.Struct, frozen=True):
     text: str
 
 
-ProducerEffect: TypeAlias = Reply | FinishedSending | Notice
-ConsumerEffect: TypeAlias = Send | Resolve | StartRead | ExtendRead | StopRead | FenceRead | Report | Notice
+ProducerEffect: TypeAlias = Reply | Gather | FinishedSending | Notice
+ConsumerEffect: TypeAlias = (
+    Send | Resolve | StartRead | StartChunk | ExtendRead | StopRead | FenceRead | Report | Notice
+)
 ReleaserEffect: TypeAlias = Send | Resolve | Notice

@@ -1,10 +1,15 @@
 """Versioned, bounded wire messages between a producer rank and consumers (msgpack over ZMQ).
 
-D -> P: Hello, Pull, Claim, Renew, Cancel, Release.   P -> D: Welcome, Refuse, Waiting, Ready, Gone, Grant, ReleaseAck.
+D -> P: Hello, Pull, Claim, Renew, Stage, Cancel, Release.
+P -> D: Welcome, Refuse, Waiting, Ready, Gone, Grant, Staged, ReleaseAck.
 
 Type tags are one byte and distinct over both directions. After the handshake a message names its session and pull by number, and types by one byte, so that all
 control traffic of one (consumer rank, producer rank, request) without renewals, the scheduler's Release
-and its answer included, stays under 256 bytes plus 8 bytes a producer block.
+and its answer included, stays under 256 bytes plus 8 bytes a producer block. A staged pull adds a Stage and a
+Staged for each chunk.
+
+A field that came later is the last of its message and has a default: whoever does not know it leaves it out, or
+skips it.
 
 `core/codec.py` turns messages into frames and back; `Bounds` here are what it holds a peer to.
 """
@@ -46,6 +51,10 @@ MIN_LEASE_S: Final = 0.1
 """Shorter ones would be all renewals."""
 MAX_LEASE_S: Final = 86_400.0
 MAX_NUMBER: Final = 2**63 - 1
+MAX_SLOTS: Final = 65_536
+MAX_WANTED: Final = 64
+"""Chunks that one pull asks for at a time."""
+MAX_CUTS: Final = 65_536
 
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 _Session = Annotated[SessionId, Meta(ge=0, le=MAX_NUMBER)]
@@ -56,6 +65,7 @@ _Request = Annotated[RequestId, Meta(min_length=1, max_length=MAX_NAME)]
 _Engine = Annotated[EngineId, Meta(max_length=MAX_NAME)]
 _Features = Annotated[tuple[Annotated[str, Meta(max_length=MAX_NAME)], ...], Meta(max_length=64)]
 _LeaseS = Annotated[float, Meta(ge=MIN_LEASE_S, le=MAX_LEASE_S)]
+_Ranges = Annotated[tuple[TokenRange, ...], Meta(max_length=MAX_GROUPS)]
 
 
 class GoneReason(IntEnum):
@@ -83,6 +93,15 @@ class GoneReason(IntEnum):
     """The Pull does not name one range per KV cache group of the producer, or reuses a pull number."""
     OTHER_STATE = 11
     """The state kept for a state group is not the one after the range's last token."""
+    NO_STAGING = 12
+    """Only staging is refused; the lease stands, and the blocks can be read directly."""
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """A staging ring: what one side says of its own. A pair's chunks fit into the smaller slot of the two."""
+
+    slot_bytes: Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
+    slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag=1, array_like=True):
@@ -97,6 +116,8 @@ class Hello(msgspec.Struct, frozen=True, tag=1, array_like=True):
     attempt: Number
     """Counted by the consumer; the answer repeats it."""
     table: RankTable
+    staging: Offer | None = None
+    """None: it has no ring, and asks for no chunks."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=33, array_like=True):
@@ -110,6 +131,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=33, array_like=True):
     transport_session: Annotated[str, Meta(max_length=MAX_NAME)]
     lease_s: _LeaseS
     table: RankTable
+    staging: Offer | None = None
+    """None: it has no ring, and stages nothing."""
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=34, array_like=True):
@@ -131,11 +154,14 @@ class Pull(msgspec.Struct, frozen=True, tag=2, array_like=True):
     pull: _Pull
     transfer_id: _Transfer
     request_id: _Request
-    ranges: Annotated[tuple[TokenRange, ...], Meta(max_length=MAX_GROUPS)]
+    ranges: _Ranges
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=38, array_like=True):
-    """The pull is known and waits for its transfer; Ready or Gone follows."""
+    """The pull is known and waits, for its transfer or for slots; Ready, Staged or Gone follows.
+
+    Also the answer to a Stage that wants nothing which is not under way already.
+    """
 
     session: _Session
     pull: _Pull
@@ -189,6 +215,45 @@ class Grant(msgspec.Struct, frozen=True, tag=37, array_like=True):
     blocks: Annotated[tuple[bytes, ...], Meta(max_length=MAX_GROUPS)]
 
 
+class PairCut(msgspec.Struct, frozen=True, array_like=True):
+    """Global units that a pull reads from one region into another; places in the two region tables."""
+
+    consumer_region: Number
+    producer_region: Number
+    global_start: Number
+    count: Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
+
+
+class Stage(msgspec.Struct, frozen=True, tag=7, array_like=True):
+    """Asks for chunks of a granted pull in the producer's ring, and gives back the slots of all others.
+
+    Sent on every change and repeated until it is answered. From the two region tables, `cuts` and `ranges` both
+    sides cut the pull into the same chunks, so that a number is all that names one.
+    """
+
+    session: _Session
+    pull: _Pull
+    serial: Number
+    """Grows with every change; older ones are ignored, an equal one is a repetition."""
+    wanted: Annotated[tuple[Number, ...], Meta(max_length=MAX_WANTED)]
+    """Chunks that the consumer waits for or is reading; no other chunk's slot will be read any more."""
+    ranges: _Ranges
+    """One per KV cache group *of the consumer*, inside what its Pull asked for."""
+    cuts: Annotated[tuple[PairCut, ...], Meta(max_length=MAX_CUTS)]
+
+
+class Staged(msgspec.Struct, frozen=True, tag=40, array_like=True):
+    """A chunk lies packed at `address` and stays until a Stage no longer wants it or the lease is over."""
+
+    session: _Session
+    pull: _Pull
+    chunk: Number
+    address: Number
+    length_bytes: Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
+    gather_us: Number
+    """How long packing it took, for the consumer's choice between direct and staged."""
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=5, array_like=True):
     """The consumer will not count any read of this pull from now on: its waiting place or lease may go."""
 
@@ -214,5 +279,5 @@ class ReleaseAck(msgspec.Struct, frozen=True, tag=39, array_like=True):
     number: Number
 
 
-ConsumerMessage: TypeAlias = Hello | Pull | Claim | Renew | Cancel | Release
-ProducerMessage: TypeAlias = Welcome | Refuse | Waiting | Ready | Gone | Grant | ReleaseAck
+ConsumerMessage: TypeAlias = Hello | Pull | Claim | Renew | Stage | Cancel | Release
+ProducerMessage: TypeAlias = Welcome | Refuse | Waiting | Ready | Gone | Grant | Staged | ReleaseAck

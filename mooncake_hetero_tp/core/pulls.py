@@ -29,6 +29,7 @@ EXPLANATIONS: Final[dict[GoneReason, str]] = {
     GoneReason.BAD_RANGES: "it does not understand our token ranges; run one version on both sides",
     GoneReason.OTHER_STATE: "its state is not that of the last token we ask for; "
     "its prompt must be one token shorter than ours, see the token rule",
+    GoneReason.NO_STAGING: "it cannot stage this pull",
 }
 
 

@@ -14,6 +14,7 @@ from mooncake_hetero_tp.core.effects import (
     ExtendRead,
     FenceRead,
     FinishedSending,
+    Gather,
     Notice,
     ProducerEffect,
     PullRequest,
@@ -24,6 +25,7 @@ from mooncake_hetero_tp.core.effects import (
     ResolvedEngine,
     ResolveFailed,
     Send,
+    StartChunk,
     StartRead,
     StopRead,
 )
@@ -229,6 +231,8 @@ class Driver:
                 around.channel.send(address, encode(message), now)
             case StartRead() | ExtendRead() | StopRead() | FenceRead():
                 around.reads.carry_out(effect)
+            case StartChunk() | Gather():
+                raise LocalUsageError(f"{type(effect).__name__}: expected none from machines without a staging ring")
             case Resolve():
                 around.resolve(effect)
             case Report():

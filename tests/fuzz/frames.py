@@ -15,12 +15,16 @@ from mooncake_hetero_tp.core.messages import (
     GoneReason,
     Grant,
     Hello,
+    Offer,
+    PairCut,
     Pull,
     Ready,
     Refuse,
     Release,
     ReleaseAck,
     Renew,
+    Stage,
+    Staged,
     Waiting,
     Welcome,
 )
@@ -56,12 +60,18 @@ def from_consumer(rng: random.Random) -> Any:
     ]
     expected = rng.choice((None, None, Incarnation("other")))
     version = rng.choice((0, 1, 1, 1, 7))
+    staging = rng.choice((None, Offer(64, 2), Offer(2**63 - 1, 1)))
+    wanted = tuple(rng.choice(NUMBERS[:6]) for _ in range(rng.randint(0, 4)))
+    cuts = tuple(PairCut(rng.choice((0, 1, 1, 5)), rng.choice((0, 1)), 0, 1) for _ in range(rng.choice((0, 1, 2))))
     return rng.choice(
         (
-            Hello(version, version, (), identity(DECODE, rng.randint(0, 3)), PREFILL, expected, 1, CONSUMER_TABLE),
+            Hello(
+                version, version, (), identity(DECODE, rng.randint(0, 3)), PREFILL, expected, 1, CONSUMER_TABLE, staging
+            ),
             Pull(session, pull, transfer, RequestId("d-1"), tuple(ends)),
             Claim(session, pull, nonce),
             Renew(session, pull, nonce),
+            Stage(session, pull, rng.choice(NUMBERS), wanted, tuple(ends), cuts),
             Cancel(session, pull),
             Release(rng.choice(NUMBERS), rng.choice(NUMBERS), transfer),
         )
@@ -74,14 +84,18 @@ def from_producer(rng: random.Random) -> Any:
     who = Identity(rng.choice((PREFILL, EngineId("x"))), Incarnation("00000000000000aa"), Rank(tp=rng.choice((0, 9))))
     blocks = tuple(b"\1\0\0\0" * rng.randint(0, 3) for _ in range(rng.randint(0, 2)))
     lease_s = rng.choice((0.1, 10.0, 86_400.0))
+    staging = rng.choice((None, Offer(64, 2)))
     return rng.choice(
         (
-            Welcome(rng.choice((1, 1, 9)), (), who, rng.choice(NUMBERS), session, "t0", lease_s, PRODUCER_TABLE),
+            Welcome(
+                rng.choice((1, 1, 9)), (), who, rng.choice(NUMBERS), session, "t0", lease_s, PRODUCER_TABLE, staging
+            ),
             Refuse(who, rng.choice(NUMBERS), (MISFIT,) * rng.randint(0, 2)),
             Waiting(session, pull),
             Ready(session, pull),
             Gone(session, pull, rng.choice(tuple(GoneReason))),
             Grant(session, pull, nonce, lease_s, rng.choice(NUMBERS), rng.choice(NUMBERS), blocks),
+            Staged(session, pull, rng.choice(NUMBERS), rng.choice(NUMBERS), rng.choice((1, 64, 65)), 7),
             ReleaseAck(rng.choice(NUMBERS)),
         )
     )

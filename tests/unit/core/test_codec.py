@@ -25,6 +25,7 @@ from mooncake_hetero_tp.core.messages import (
     Gone,
     GoneReason,
     Hello,
+    Offer,
     Pull,
     Ready,
     Refuse,
@@ -90,9 +91,31 @@ def test_round_trip_of_tables() -> None:
     assert decode_from_producer(encode(refusal)) == refusal
 
 
+def test_round_trip_of_offers() -> None:
+    greeting = hello(staging=Offer(2**20, 8))
+    assert decode_from_consumer(encode(greeting)) == greeting
+    welcome = Welcome(1, (), identity(PREFILL), 3, 5, "t", 30.0, TABLE, Offer(2**25, 4))  # type: ignore[arg-type]
+    assert decode_from_producer(encode(welcome)) == welcome
+
+
+def test_a_peer_that_knows_no_staging_is_understood_and_understands() -> None:
+    """Its handshakes lack the last field, and it skips ours."""
+    old_hello = msgspec.defstruct(
+        "OldHello", [(name, Any) for name in Hello.__struct_fields__[:-1]], tag=1, array_like=True, frozen=True
+    )
+    fields = msgspec.structs.astuple(hello())[:-1]
+    assert decode_from_consumer(b"\x01" + msgspec.msgpack.encode(old_hello(*fields))) == hello()
+    frame = encode(hello(staging=Offer(2**20, 8)))
+    seen: Any = msgspec.msgpack.decode(frame[1:], type=old_hello)
+    assert (seen.attempt, hasattr(seen, "staging")) == (3, False)
+
+
 def raw(*fields: Any) -> bytes:
     """A frame that no encoder of ours would make."""
     return b"\x01" + msgspec.msgpack.encode(fields)
+
+
+HELLO_FIELDS = (1, *msgspec.structs.astuple(hello())[:-1])
 
 
 @pytest.mark.parametrize(
@@ -113,6 +136,13 @@ def raw(*fields: Any) -> bytes:
         (raw(2, 1, 2, "t", "r", [[0, 1]] * 257), "length <= 256"),
         (raw(2, 1, 2, "t", "r", [[-1, 4]]), "Pull, group 0"),
         (raw(2, 1, 2, "t", "r", [[0, 2**63]]), "Pull, group 0"),
+        (raw(7, 1, 2, 0, [0] * 65, [], []), "length <= 64"),
+        (raw(7, 1, 2, 0, [-1], [], []), "int` >= 0"),
+        (raw(7, 1, 2, 0, [], [[0, -1]], []), "Stage, group 0"),
+        (raw(7, 1, 2, 0, [], [], [[0, 0, 0, 0]]), "int` >= 1"),
+        (raw(7, 1, 2, 0, [], [], [[0, 0, 0, 1]] * 65_537), "length <= 65536"),
+        (raw(*HELLO_FIELDS, [0, 8]), "int` >= 1"),
+        (raw(*HELLO_FIELDS, [1, 65_537]), "int` <= 65536"),
         (b"\x01\x95\x03\x01\x02\x03" + b"\x91" * 100_000, "msgpack"),
         (b"\x01\x92\x02\xdd\xff\xff\xff\xff", "message from a peer"),
     ],
@@ -134,6 +164,8 @@ def test_bad_frames_of_consumers(frame: bytes, words: str) -> None:
             "blocks of group 0 from a peer: expected a multiple of 4 bytes, got 3",
         ),
         (raw(36, 1, 2, 77), "known type"),
+        (raw(40, 1, 2, 0, 4096, 0, 7), "int` >= 1"),
+        (raw(40, 1, 2, 0, 2**63, 5, 7), "int` <= 9223372036854775807"),
         (raw(33, 1, [], {"engine_id": "", "incarnation": "i", "rank": {}}, 1, 1, "s", 1.0, TABLE), "engine id"),
         (raw(34, {"engine_id": "e", "incarnation": "i", "rank": {"tp": -1}}, 1, []), "rank"),
         (raw(34, identity(PREFILL), 1, [MISFIT] * 65_537), "length <= 65536"),
