@@ -7,7 +7,7 @@ from itertools import count
 
 from mooncake_hetero_tp.core.effects import ConsumerEffect, Send
 from mooncake_hetero_tp.core.links import LinkConfig
-from mooncake_hetero_tp.core.messages import Cancel, Claim, Pull, Renew
+from mooncake_hetero_tp.core.messages import Cancel, Claim, Offer, Pull, Renew
 from mooncake_hetero_tp.core.pulls import PairPull, Request
 from mooncake_hetero_tp.core.timers import Timers
 from mooncake_hetero_tp.types import Nonce
@@ -32,6 +32,10 @@ class ConsumerConfig:
     """How long a refusal stands before the engine is asked again."""
     max_requests: int = 65536
     max_engines: int = 1024
+    staging: Offer | None = None
+    """Our ring; None: every pull is read directly."""
+    staging_window: int = 4
+    """Chunks of one pull that are asked for or read at a time, where slots and shares allow it."""
 
     def for_links(self) -> LinkConfig:
         """The part that concerns producer engines."""
@@ -41,6 +45,7 @@ class ConsumerConfig:
             resend_max_s=self.resend_max_s,
             refuse_cache_s=self.refuse_cache_s,
             max_engines=self.max_engines,
+            staging=self.staging,
         )
 
 

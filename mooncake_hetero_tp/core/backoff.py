@@ -24,6 +24,10 @@ class Backoff:
             self.silent_since = now
         return self.next_at
 
+    def restart(self) -> None:
+        """Note that the question has changed: its repetitions start small again, the silence goes on."""
+        self.interval_s = 0.0
+
     def heard(self, next_at: float) -> None:
         """Note an answer; the next question is due at `next_at`, and its repetitions start small again."""
         self.interval_s = 0.0

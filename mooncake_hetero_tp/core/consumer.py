@@ -6,22 +6,21 @@ Its promises, which the simulation holds it to:
 - ok only if every read *returned* before its deadline: the time the Claim or Renew that the last Grant
   answers was *sent*, plus the lease. A late read is a failed load (vllm#52234);
 - every request ends by its deadline; a read that has not returned delays the Report, never mends it;
+  one that failed and may still write delays it too, unless it writes into a slot of our ring;
 - a stale session leads to exactly one fresh query of the bootstrap and one fresh handshake (vllm#49238).
 
-States and transitions are in `core/states.py`, links to producer engines in `core/links.py`.
+States and transitions are in `core/states.py`, links to producer engines in `core/links.py`, what follows a Grant in
+`core/reading.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count
 
 from mooncake_hetero_tp.core.asking import Asker, ConsumerConfig
-from mooncake_hetero_tp.core.codec import unpack_blocks
+from mooncake_hetero_tp.core.cuts import pair_cuts
 from mooncake_hetero_tp.core.effects import (
     ConsumerEffect,
-    ExtendRead,
-    FenceRead,
     Level,
     Notice,
     PullRequest,
@@ -30,8 +29,6 @@ from mooncake_hetero_tp.core.effects import (
     Report,
     ResolvedEngine,
     ResolveFailed,
-    StartRead,
-    StopRead,
 )
 from mooncake_hetero_tp.core.links import EngineLink, LinkTable, Planner
 from mooncake_hetero_tp.core.messages import (
@@ -41,12 +38,15 @@ from mooncake_hetero_tp.core.messages import (
     ProducerMessage,
     Ready,
     Refuse,
+    Staged,
     Waiting,
     Welcome,
 )
-from mooncake_hetero_tp.core.pulls import EXPLANATIONS, PairPull, Request, new_pulls, read_failure, wrong_grant
+from mooncake_hetero_tp.core.pulls import EXPLANATIONS, PairPull, Request, new_pulls, wrong_grant
+from mooncake_hetero_tp.core.reading import Reader
 from mooncake_hetero_tp.core.regions import RankTable
 from mooncake_hetero_tp.core.sessions import Validate
+from mooncake_hetero_tp.core.stagings import Cuts
 from mooncake_hetero_tp.core.states import Link, Load, LoadEvent, Stage, StageEvent
 from mooncake_hetero_tp.core.tables import validate_table
 from mooncake_hetero_tp.core.timers import Timers
@@ -68,6 +68,7 @@ class ConsumerMachine:
         draw: Callable[[], int],
         planner: Planner,
         validate: Validate = validate_table,
+        cuts: Cuts = pair_cuts,
     ) -> None:
         self._config = config
         self._draw = draw
@@ -75,12 +76,13 @@ class ConsumerMachine:
         self._groups = len(table.groups)
         self._requests: dict[RequestId, Request] = {}
         self._pulls: dict[PullId, PairPull] = {}
-        self._reads: dict[ReadId, PairPull] = {}
-        self._counter = count(1)
         self._timers: Timers[Request | PairPull] = Timers()
         self._closing = False
         self._out: list[ConsumerEffect] = []
         self._asker = Asker(config, self._timers, self._out)
+        self._reader = Reader(
+            config, self._pulls, self._timers, self._asker, cuts, self._out, fail=self._fail, conclude=self._conclude
+        )
 
     # --- inputs ----------------------------------------------------------------------------------
 
@@ -120,22 +122,19 @@ class ConsumerMachine:
         match message:
             case Welcome() | Refuse():
                 self._links.receive(address, message, now)
-            case Waiting() | Ready() | Gone() | Grant():
+            case Waiting() | Ready() | Gone() | Grant() | Staged():
                 pull = self._pulls.get(message.pull)
                 if pull is not None and (pull.session, pull.address) == (message.session, address):
                     self._on_answer(pull, message, now)
         return self._take(now)
 
     def read_finished(self, read_id: ReadId, outcome: ReadOutcome, now: float) -> list[ConsumerEffect]:
-        """The answer to a StartRead.
+        """The answer to a StartRead or StartChunk.
 
         Raises:
-            LocalUsageError: no such read is running; nothing changes.
+            LocalUsageError: no such read is running, or it asks for chunks and cannot; nothing changes.
         """
-        pull = self._reads.get(read_id)
-        if pull is None or pull.stage not in (Stage.READING, Stage.STOPPING):
-            raise LocalUsageError(f"read {read_id}: expected a read that runs; it was never started or has finished")
-        self._on_read(pull, outcome)
+        self._reader.finished(read_id, outcome)
         return self._take(now)
 
     def read_fenced(self, read_id: ReadId, now: float) -> list[ConsumerEffect]:
@@ -144,11 +143,7 @@ class ConsumerMachine:
         Raises:
             LocalUsageError: no fence was asked for; nothing changes.
         """
-        pull = self._reads.get(read_id)
-        if pull is None or not pull.step(StageEvent.FENCED):
-            raise LocalUsageError(f"read {read_id}: expected a read that FenceRead named")
-        self._forget(pull)
-        self._conclude(pull.request)
+        self._reader.fenced(read_id)
         return self._take(now)
 
     def tick(self, now: float) -> list[ConsumerEffect]:
@@ -159,12 +154,14 @@ class ConsumerMachine:
                 self._pull_due(due, now)
             else:
                 self._fail(due, f"not loaded within {self._config.deadline_s:g} s; {due.whereabouts}")
+        for pull in self._reader.silent(now):
+            self._fail(pull.request, f"{pull.name}: {self._silence(pull)}")
         return self._take(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do; None: nothing is timed."""
-        dues = [due for due in (self._timers.next_due(), self._links.next_deadline()) if due is not None]
-        return min(dues, default=None)
+        dues = (self._timers.next_due(), self._links.next_deadline(), self._reader.next_deadline())
+        return min((due for due in dues if due is not None), default=None)
 
     def close(self, now: float) -> list[ConsumerEffect]:
         """End all requests as failed; those with a running read report when it has returned."""
@@ -175,8 +172,8 @@ class ConsumerMachine:
 
     @property
     def drained(self) -> bool:
-        """Whether every started request has been reported."""
-        return not self._requests
+        """Whether every started request has been reported, and nothing may write into our ring."""
+        return not self._requests and not self._reader.fencing
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -251,15 +248,10 @@ class ConsumerMachine:
 
     def _drop_pulls(self, request: Request) -> None:
         for pull in request.pulls:
-            running = pull.stage is Stage.READING
-            if not pull.step(StageEvent.DROP):
-                continue
-            self._timers.disarm(pull)
-            self._asker.cancel(pull)
-            if running:
-                self._stop(pull)
-            else:
-                self._forget(pull)
+            if pull.step(StageEvent.DROP):
+                self._timers.disarm(pull)
+                self._asker.cancel(pull)
+                self._reader.give_up(pull)
 
     def _conclude(self, request: Request) -> None:
         """Report a request that has all its bytes, or that failed and cannot be written any more."""
@@ -283,25 +275,30 @@ class ConsumerMachine:
 
     # --- pulls -----------------------------------------------------------------------------------
 
-    def _on_answer(self, pull: PairPull, message: Waiting | Ready | Gone | Grant, now: float) -> None:
+    def _on_answer(self, pull: PairPull, message: Waiting | Ready | Gone | Grant | Staged, now: float) -> None:
         if not isinstance(message, Gone):
             pull.request.witnesses[pull.welcome.identity.rank] = pull.welcome.identity
         match message:
             case Waiting():
                 if pull.stage is Stage.ASKED:
                     self._asker.ask_later(pull, now + self._config.heartbeat_s)
+                self._reader.on_waiting(pull, now)
             case Ready():
                 if pull.step(StageEvent.READY):
                     pull.backoff.heard(now)
                     self._asker.claim(pull, now)
             case Grant():
                 self._on_grant(pull, message, now)
+            case Staged():
+                self._reader.on_staged(pull, message, now)
             case Gone():
                 self._on_gone(pull, message.reason, now)
 
     def _on_gone(self, pull: PairPull, reason: GoneReason, now: float) -> None:
         if pull.stage is Stage.ASKED and reason is GoneReason.OVERLOADED:
             self._asker.ask_later(pull, now + self._config.resend_max_s)
+        elif reason is GoneReason.NO_STAGING:
+            self._reader.fall_back(pull)
         elif reason is GoneReason.UNKNOWN_SESSION:
             self._reconnect(pull, EXPLANATIONS[reason], now)
         else:
@@ -309,88 +306,33 @@ class ConsumerMachine:
 
     def _on_grant(self, pull: PairPull, grant: Grant, now: float) -> None:
         sent = pull.answered(grant.nonce)
-        if sent is None or pull.stage not in (Stage.CLAIMING, Stage.READING):
+        if sent is None or pull.stage not in (Stage.CLAIMING, Stage.READING, Stage.STAGING):
             return
         deadline = sent + grant.lease_s
-        if pull.stage is Stage.READING:
-            self._extend(pull, deadline, now)
+        if pull.stage is not Stage.CLAIMING:
+            self._reader.extend(pull, deadline, now)
         elif deadline <= now:
             pull.backoff.heard(now)
             self._asker.claim(pull, now)
         elif wrong := wrong_grant(pull, grant):
             self._fail(pull.request, f"{pull.name}: {wrong}")
         else:
-            self._read(pull, grant, deadline)
+            pull.request.producer_tag = grant.request_tag
+            self._reader.begin(pull, grant, deadline)
             self._asker.renew_later(pull, sent, now)
 
-    def _read(self, pull: PairPull, grant: Grant, deadline: float) -> None:
-        pull.step(StageEvent.GRANT)
-        pull.lease_s = grant.lease_s
-        pull.deadline = deadline
-        pull.request.producer_tag = grant.request_tag
-        pull.read_id = ReadId(next(self._counter))
-        self._reads[pull.read_id] = pull
-        asked = pull.request.asked
-        self._out.append(
-            StartRead(
-                read_id=pull.read_id,
-                request_id=asked.request_id,
-                producer=pull.welcome.identity,
-                transport_session=pull.welcome.transport_session,
-                plan=pull.plan,
-                ranges=asked.ranges,
-                producer_blocks=tuple(map(unpack_blocks, grant.blocks)),
-                consumer_blocks=asked.blocks,
-                deadline=deadline,
-            )
-        )
-
-    def _extend(self, pull: PairPull, deadline: float, now: float) -> None:
-        """A renewal was granted; one that comes after the lease's end does not bring a stopped read back."""
-        if pull.read_id is None or deadline <= pull.deadline or pull.stopped or not pull.step(StageEvent.GRANT):
-            return
-        pull.deadline = deadline
-        self._out.append(ExtendRead(pull.read_id, deadline))
-        self._asker.renew_later(pull, deadline - pull.lease_s, now)
-
-    def _on_read(self, pull: PairPull, outcome: ReadOutcome) -> None:
-        failure = read_failure(pull, outcome)
-        wild = not outcome.ok and not outcome.transport_dead
-        if pull.stage is Stage.READING and failure:
-            self._asker.cancel(pull)
-            pull.request.link.suspect |= not (outcome.ok or pull.stopped)
-        pull.step(StageEvent.WILD if wild else StageEvent.LOST if failure else StageEvent.READ)
-        self._timers.disarm(pull)
-        if wild and pull.read_id is not None:
-            self._out.append(FenceRead(pull.read_id, pull.welcome.transport_session))
-        else:
-            self._forget(pull)
-        if failure:
-            self._fail(pull.request, f"{pull.name}: {failure}")
-        self._conclude(pull.request)
-
     def _pull_due(self, pull: PairPull, now: float) -> None:
-        if pull.stage is Stage.READING and now < pull.deadline:
-            self._asker.renew(pull, now)
-        elif pull.stage is Stage.READING:  # over; but the read may have returned in time
-            self._stop(pull)
+        if pull.stage in (Stage.READING, Stage.STAGING):
+            if now < pull.deadline:
+                self._asker.renew(pull, now)
+            else:
+                self._reader.end_lease(pull)
         elif pull.backoff.silent_for(now) < self._config.silence_s:
             self._asker.ask(pull, now) if pull.stage is Stage.ASKED else self._asker.claim(pull, now)
         elif pull.stage is Stage.ASKED:
             self._reconnect(pull, self._silence(pull), now)
         else:
             self._fail(pull.request, f"{pull.name}: {self._silence(pull)}")
-
-    def _stop(self, pull: PairPull) -> None:
-        if pull.read_id is not None and not pull.stopped:
-            pull.stopped = True
-            self._out.append(StopRead(pull.read_id))
-
-    def _forget(self, pull: PairPull) -> None:
-        """No message and no read of this pull means anything any more."""
-        self._pulls.pop(pull.number, None)
-        if pull.read_id is not None:
-            self._reads.pop(pull.read_id, None)
 
     def _silence(self, pull: PairPull) -> str:
         return f"no answer to {pull.stage} for {self._config.silence_s:g} s; it is down, stopped or unreachable"
@@ -408,6 +350,7 @@ class ConsumerMachine:
         while settled := self._links.take_settled():
             for link in settled:
                 self._on_settled(link, now)
+        self._reader.flush(now)
         out = self._links.take_effects() + self._out
         self._out.clear()
         return out

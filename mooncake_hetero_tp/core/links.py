@@ -20,7 +20,7 @@ from typing import TypeAlias
 from mooncake_hetero_tp.core.backoff import Backoff
 from mooncake_hetero_tp.core.effects import ConsumerEffect, Plan, Resolve, ResolvedEngine, ResolveFailed, Send
 from mooncake_hetero_tp.core.handshake import explain
-from mooncake_hetero_tp.core.messages import PROTOCOL_VERSION, Hello, Refuse, Welcome
+from mooncake_hetero_tp.core.messages import PROTOCOL_VERSION, Hello, Offer, Refuse, Welcome
 from mooncake_hetero_tp.core.regions import RankTable
 from mooncake_hetero_tp.core.sessions import OLDEST_VERSION, Validate
 from mooncake_hetero_tp.core.states import LINK, Link, LinkEvent, after
@@ -47,6 +47,7 @@ class LinkConfig:
     resend_max_s: float
     refuse_cache_s: float
     max_engines: int
+    staging: Offer | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -233,6 +234,7 @@ class LinkTable:
                 expected_incarnation=ranked.incarnation,
                 attempt=ranked.attempt,
                 table=self._table,
+                staging=self._config.staging,
             )
             self._out.append(Send(ranked.address, hello))
         self._timers.arm(link, min(link.backoff.sent(now), link.until))

@@ -8,7 +8,7 @@ Its promises, which the simulation holds it to:
   before the consumer's deadline, which counts from when it *sent* them;
 - a pull that waits holds a table entry and nothing else (vllm#51236); every table is bounded.
 
-States and transitions are in `core/states.py`.
+States and transitions are in `core/states.py`, the ring and what lies in it in `core/shelf.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ import zlib
 from collections.abc import Callable, Iterable
 
 from mooncake_hetero_tp.core.admission import Admission, ProducerConfig
-from mooncake_hetero_tp.core.effects import FinishedSending, Kept, Level, Notice, ProducerEffect, Reply
+from mooncake_hetero_tp.core.effects import (
+    FinishedSending,
+    GatherId,
+    GatherOutcome,
+    Kept,
+    Level,
+    Notice,
+    ProducerEffect,
+    Reply,
+)
 from mooncake_hetero_tp.core.handshake import compare as compare_tables
 from mooncake_hetero_tp.core.handshake import explain
 from mooncake_hetero_tp.core.leases import PullEntry, PullTable, Transfer, make_transfer
@@ -36,10 +45,12 @@ from mooncake_hetero_tp.core.messages import (
     Release,
     ReleaseAck,
     Renew,
+    Stage,
     Waiting,
 )
 from mooncake_hetero_tp.core.regions import RankTable
 from mooncake_hetero_tp.core.sessions import Compare, Desk, Reception, Session, SessionTable, Validate
+from mooncake_hetero_tp.core.shelf import Ring, Shelf
 from mooncake_hetero_tp.core.states import HOLD, Hold, HoldEvent, Offer, OfferEvent, after
 from mooncake_hetero_tp.core.tables import validate_table
 from mooncake_hetero_tp.core.timers import Timers
@@ -62,12 +73,15 @@ class ProducerMachine:
         draw: Callable[[], int],
         compare: Compare = compare_tables,
         validate: Validate = validate_table,
+        ring: Ring | None = None,
     ) -> None:
+        """`ring`: where chunks are staged; None: every pull is read directly."""
         self._groups = table.groups
         self._config = config
         self._lease_s = config.lease_s * (1 + config.clock_drift)
         self._sessions = SessionTable(config.max_sessions, draw)
-        desk = Desk(identity, table, transport_session, config.lease_s, compare, validate)
+        offer = ring.offer if ring else None
+        desk = Desk(identity, table, transport_session, config.lease_s, compare, validate, offer)
         self._reception = Reception(desk, self._sessions)
         self._kept: dict[TransferId, Transfer] = {}
         self._pulls = PullTable()
@@ -78,6 +92,7 @@ class ProducerMachine:
         self._overloaded = False
         """The last Gone was for a full table, which is in the log already."""
         self._out: list[ProducerEffect] = []
+        self._shelf = Shelf(ring, table, self._out)
 
     # --- inputs ----------------------------------------------------------------------------------
 
@@ -89,6 +104,8 @@ class ProducerMachine:
                 self._on_pull(peer, message, now)
             case Claim() | Renew():
                 self._on_claim(peer, message, now)
+            case Stage():
+                self._on_stage(peer, message, now)
             case Cancel():
                 self._on_cancel(message, now)
             case Release():
@@ -140,6 +157,16 @@ class ProducerMachine:
             self._end(transfer, GoneReason.ABORTED, now)
         return self._take()
 
+    def gathered(self, gather_id: GatherId, outcome: GatherOutcome, now: float) -> list[ProducerEffect]:
+        """The answer to a Gather.
+
+        Raises:
+            LocalUsageError: no such gather is running; nothing changes.
+        """
+        self._expire(now)
+        self._shelf.gathered(gather_id, outcome, now)
+        return self._take()
+
     def tick(self, now: float) -> list[ProducerEffect]:
         """Do what is due."""
         self._expire(now)
@@ -147,8 +174,8 @@ class ProducerMachine:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do; None: nothing is timed."""
-        dues = [due for due in (self._timers.next_due(), self._tombs.next_due()) if due is not None]
-        return min(dues, default=None)
+        dues = (self._timers.next_due(), self._tombs.next_due(), self._shelf.next_due())
+        return min((due for due in dues if due is not None), default=None)
 
     def close(self, now: float) -> list[ProducerEffect]:
         """Refuse what is new, tell waiters; granted leases run on until `drained`."""
@@ -161,8 +188,8 @@ class ProducerMachine:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing is kept, waiting or leased."""
-        return not self._kept and not self._pulls
+        """Whether nothing is kept, waiting or leased, and no gather runs."""
+        return not self._kept and not self._pulls and not self._shelf.gathering
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
         if self._closing:  # silence: the consumer keeps asking until our successor answers
@@ -223,22 +250,34 @@ class ProducerMachine:
         self._answer(pull, Ready(*pull.key))
 
     def _on_claim(self, peer: bytes, message: Claim | Renew, now: float) -> None:
+        event = OfferEvent.RENEW if isinstance(message, Renew) else OfferEvent.CLAIM
+        found = self._promised(peer, message)
+        if found is not None and self._pulls.step(found[0], event):
+            self._grant(*found, message, now)
+
+    def _on_stage(self, peer: bytes, message: Stage, now: float) -> None:
+        """One whose lease is over gets no answer: its Renew, if there is one, will."""
+        found = self._promised(peer, message)
+        if found is not None and found[0].holds_lease(now):
+            self._shelf.ask(*found, message)
+
+    def _promised(self, peer: bytes, message: Claim | Renew | Stage) -> tuple[PullEntry, Transfer] | None:
+        """The pull that a message is about, and what it reads; None: it was told that this is over."""
         if self._sessions.use(message.session) is None:
             self._gone(peer, message, GoneReason.UNKNOWN_SESSION)
-            return
+            return None
         pull = self._pulls.get(message.session, message.pull)
         transfer = self._kept.get(pull.transfer_id) if pull else None
         if pull is None or transfer is None:
             self._gone(peer, message, GoneReason.EXPIRED)
-            return
+            return None
         pull.peer = peer
-        event = OfferEvent.RENEW if isinstance(message, Renew) else OfferEvent.CLAIM
         if transfer.state is Hold.ENDING:
             self._answer(pull, Gone(*pull.key, transfer.end_reason))
-        elif self._pulls.step(pull, event):
-            self._grant(transfer, pull, message, now)
+            return None
+        return pull, transfer
 
-    def _grant(self, transfer: Transfer, pull: PullEntry, message: Claim | Renew, now: float) -> None:
+    def _grant(self, pull: PullEntry, transfer: Transfer, message: Claim | Renew, now: float) -> None:
         pull.lease_until = now + self._lease_s
         first = transfer.state is Hold.OFFERED
         self._move(transfer, HoldEvent.CLAIM)
@@ -370,6 +409,8 @@ class ProducerMachine:
                 self._expired(due, now)
             else:
                 self._drop(due, GoneReason.NEVER_CAME)
+        for pull in self._shelf.overdue(now):  # its consumer counts nothing more, and must not be let back in
+            self._drop(pull)
         self._tombs.expire(now)
 
     def _expired(self, transfer: Transfer, now: float) -> None:
@@ -387,6 +428,7 @@ class ProducerMachine:
     def _drop(self, pull: PullEntry, reason: GoneReason | None = None) -> None:
         if self._pulls.step(pull, OfferEvent.DROP):
             self._timers.disarm(pull)
+            self._shelf.drop(pull)
             if reason is not None:
                 self._answer(pull, Gone(*pull.key, reason))
 
@@ -399,7 +441,7 @@ class ProducerMachine:
     def _answer(self, pull: PullEntry, message: ProducerMessage) -> None:
         self._out.append(Reply(pull.peer, message))
 
-    def _gone(self, peer: bytes, message: Pull | Claim | Renew, reason: GoneReason) -> None:
+    def _gone(self, peer: bytes, message: Pull | Claim | Renew | Stage, reason: GoneReason) -> None:
         if reason is GoneReason.OVERLOADED and not self._overloaded:
             self._notice(
                 Level.WARNING,
@@ -413,5 +455,6 @@ class ProducerMachine:
         self._out.append(Notice(level, text))
 
     def _take(self) -> list[ProducerEffect]:
-        out, self._out = self._out, []
+        out = self._out.copy()
+        self._out.clear()
         return out

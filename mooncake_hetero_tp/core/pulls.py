@@ -13,8 +13,8 @@ from mooncake_hetero_tp.core.messages import GoneReason, Grant, Welcome
 from mooncake_hetero_tp.core.states import LOAD, STAGE, Load, LoadEvent, Stage, StageEvent, after
 from mooncake_hetero_tp.types import Identity, PullId, Rank, SessionId, TokenRange
 
-RUNNING: Final = frozenset((Stage.READING, Stage.STOPPING, Stage.FENCING))
-"""Stages in which an engine call of the pull may still write into our pages."""
+RUNNING: Final = frozenset((Stage.READING, Stage.STAGING, Stage.STOPPING, Stage.FENCING))
+"""Stages in which an engine call or a scatter of the pull may still write into our pages."""
 
 EXPLANATIONS: Final[dict[GoneReason, str]] = {
     GoneReason.ABORTED: "its request was aborted before it was handed over",
@@ -108,7 +108,12 @@ class PairPull:
     lease_s: float = 0.0
     deadline: float = 0.0
     """A read counts if it returned by then: the send time of the latest answered question, plus the lease."""
+    blocks: tuple[bytes, ...] = ()
+    """The producer's, as granted."""
     read_id: ReadId | None = None
+    """Of its StartRead, until that is done with."""
+    direct_only: bool = False
+    """The producer cannot stage it."""
     stopped: bool = False
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mooncake_hetero_tp.core.codec import engine_tag
-from mooncake_hetero_tp.core.messages import PROBE, PROTOCOL_VERSION, Hello, Refuse, Welcome
+from mooncake_hetero_tp.core.messages import PROBE, PROTOCOL_VERSION, Hello, Offer, Refuse, Welcome
 from mooncake_hetero_tp.core.regions import RankTable
 from mooncake_hetero_tp.errors import PeerProtocolError
 from mooncake_hetero_tp.types import Identity, Mismatch, SessionId, Severity
@@ -34,6 +34,10 @@ class Session:
     """`engine_tag` of the consumer's engine; names it in a Release."""
     pulls: int = 0
     """Live pulls; a session that has any is not evicted."""
+    table: RankTable | None = None
+    """The consumer's, where `staging` is not None: a chunk is cut by both tables."""
+    staging: Offer | None = None
+    """The consumer's ring; None: its pulls are never staged."""
 
 
 class SessionTable:
@@ -94,6 +98,7 @@ class Desk:
     lease_s: float
     compare: Compare
     validate: Validate
+    staging: Offer | None = None
 
 
 class Reception:
@@ -110,6 +115,8 @@ class Reception:
         found = objections(hello, self._desk)
         session = None if found else self._sessions.open(hello.identity)
         if session is not None:
+            session.staging = hello.staging if self._desk.staging else None
+            session.table = hello.table if session.staging else None
             return self._welcome(hello, session.id)
         return Refuse(self._desk.identity, hello.attempt, found or (self._all_in_use(),))
 
@@ -123,6 +130,7 @@ class Reception:
             transport_session=self._desk.transport_session,
             lease_s=self._desk.lease_s,
             table=self._desk.table,
+            staging=self._desk.staging,
         )
 
     def _all_in_use(self) -> Mismatch:

@@ -52,6 +52,10 @@ class SlotTable(Generic[Owner]):
         return len(self._free) == self.count and not self._accounts
 
     @property
+    def holders(self) -> set[Owner]:
+        return set(self._holders.values())
+
+    @property
     def quarantined(self) -> int:
         """How many slots are in quarantine."""
         return len(self._quarantined)
@@ -78,7 +82,7 @@ class SlotTable(Generic[Owner]):
 
     def take(self) -> tuple[Owner, Slot] | None:
         """Hand the next slot to the owner whose turn it is; None: no free slot, or nobody who may have one."""
-        owner = self._next_owner() if self._free else None
+        owner = self._next_owner() if self._free and self._accounts else None
         if owner is None:
             return None
         account, slot = self._accounts[owner], self._free.popleft()

@@ -1,8 +1,9 @@
 """Every state, event and transition of the protocol machines. What is not in a table does not happen.
 
     producer rank    Hold     one transfer it keeps        Offer     one pull of it by a consumer rank
+                     Shelved  one chunk of a staged pull
     consumer rank    Link     one producer engine          Load      one request
-                     Stage    one pull of that request
+                     Stage    one pull of that request     Fetch     one chunk of a staged pull
 
 A machine asks `after(TABLE, state, event)`; None means that the event is refused and changes nothing. Late
 duplicates are refused all the time and are nobody's fault.
@@ -105,6 +106,45 @@ OFFER: Final[Mapping[Offer, Mapping[OfferEvent, Offer]]] = {
 }
 
 
+class Shelved(StrEnum):
+    """A chunk of a staged pull in its producer rank's ring."""
+
+    WANTED = "wanted"
+    """Has no slot yet."""
+    FILLING = "filling"
+    """Its gather runs."""
+    STAGED = "staged"
+    """May be read."""
+    DOOMED = "doomed"
+    """Nobody will read it, but its gather still writes into the slot."""
+    FREED = "freed"
+
+
+class ShelvedEvent(StrEnum):
+    """What happens to a chunk in its producer rank's ring."""
+
+    SLOT = "slot"
+    """It was its pull's turn."""
+    FILLED = "filled"
+    FAILED = "failed"
+    """Its gather returned and left nothing that may be read."""
+    DROP = "drop"
+    """No longer wanted, or its pull is over."""
+
+
+SHELVED: Final[Mapping[Shelved, Mapping[ShelvedEvent, Shelved]]] = {
+    Shelved.WANTED: {ShelvedEvent.SLOT: Shelved.FILLING, ShelvedEvent.DROP: Shelved.FREED},
+    Shelved.FILLING: {
+        ShelvedEvent.FILLED: Shelved.STAGED,
+        ShelvedEvent.FAILED: Shelved.FREED,
+        ShelvedEvent.DROP: Shelved.DOOMED,
+    },
+    Shelved.STAGED: {ShelvedEvent.DROP: Shelved.FREED},
+    Shelved.DOOMED: {ShelvedEvent.FILLED: Shelved.FREED, ShelvedEvent.FAILED: Shelved.FREED},
+    Shelved.FREED: {},
+}
+
+
 # --- consumer ------------------------------------------------------------------------------------
 
 
@@ -198,8 +238,10 @@ class Stage(StrEnum):
     """Ready came and Claim was sent."""
     READING = "reading"
     """Granted; the read is in the driver's hands."""
+    STAGING = "staging"
+    """Granted, and read chunk by chunk."""
     STOPPING = "stopping"
-    """Given up while the read has not returned."""
+    """Given up while a read has not returned."""
     FENCING = "fencing"
     """The read failed and may still write; the driver makes sure that it cannot."""
     DONE = "done"
@@ -214,7 +256,11 @@ class StageEvent(StrEnum):
     READY = "ready"
     GRANT = "grant"
     READ = "read"
-    """The read returned well and in time."""
+    """The read, or that of every chunk, returned well and in time."""
+    CHUNKED = "chunked"
+    """The read moved nothing and asks to be staged."""
+    DIRECT = "direct"
+    """The producer cannot stage it: it is read directly, from the start."""
     LOST = "lost"
     """The read returned too late, or failed and cannot write any more."""
     WILD = "wild"
@@ -229,8 +275,15 @@ STAGE: Final[Mapping[Stage, Mapping[StageEvent, Stage]]] = {
     Stage.READING: {
         StageEvent.GRANT: Stage.READING,
         StageEvent.READ: Stage.DONE,
+        StageEvent.CHUNKED: Stage.STAGING,
         StageEvent.LOST: Stage.DROPPED,
         StageEvent.WILD: Stage.FENCING,
+        StageEvent.DROP: Stage.STOPPING,
+    },
+    Stage.STAGING: {
+        StageEvent.GRANT: Stage.STAGING,
+        StageEvent.READ: Stage.DONE,
+        StageEvent.DIRECT: Stage.READING,
         StageEvent.DROP: Stage.STOPPING,
     },
     Stage.STOPPING: {
@@ -241,4 +294,54 @@ STAGE: Final[Mapping[Stage, Mapping[StageEvent, Stage]]] = {
     Stage.FENCING: {StageEvent.FENCED: Stage.DROPPED},
     Stage.DONE: {StageEvent.DROP: Stage.DROPPED},
     Stage.DROPPED: {},
+}
+
+
+class Fetch(StrEnum):
+    """A chunk of a staged pull that has a slot of its consumer rank's ring."""
+
+    ASKED = "asked"
+    """Stage names it."""
+    READING = "reading"
+    """Staged came; the read is in the driver's hands."""
+    STOPPING = "stopping"
+    """Given up while its read has not returned."""
+    FENCING = "fencing"
+    """Its read failed and may still write into the slot, which is in quarantine."""
+    DONE = "done"
+    """Scattered into the pages from a read that returned well and in time."""
+    DROPPED = "dropped"
+    """Not done, and nothing of it can write."""
+
+
+class FetchEvent(StrEnum):
+    """What happens to a chunk at its consumer rank."""
+
+    STAGED = "staged"
+    READ = "read"
+    """Its read returned well and in time."""
+    LOST = "lost"
+    """Its read returned too late, or failed and cannot write any more."""
+    WILD = "wild"
+    """Its read failed and may still write."""
+    FENCED = "fenced"
+    DROP = "drop"
+
+
+FETCH: Final[Mapping[Fetch, Mapping[FetchEvent, Fetch]]] = {
+    Fetch.ASKED: {FetchEvent.STAGED: Fetch.READING, FetchEvent.DROP: Fetch.DROPPED},
+    Fetch.READING: {
+        FetchEvent.READ: Fetch.DONE,
+        FetchEvent.LOST: Fetch.DROPPED,
+        FetchEvent.WILD: Fetch.FENCING,
+        FetchEvent.DROP: Fetch.STOPPING,
+    },
+    Fetch.STOPPING: {
+        FetchEvent.READ: Fetch.DROPPED,
+        FetchEvent.LOST: Fetch.DROPPED,
+        FetchEvent.WILD: Fetch.FENCING,
+    },
+    Fetch.FENCING: {FetchEvent.FENCED: Fetch.DROPPED},
+    Fetch.DONE: {},
+    Fetch.DROPPED: {},
 }

@@ -116,7 +116,7 @@ def test_consumer(seed: int) -> None:
     reports.update(report.request_id for report in pair.reports)
     assert reports == {f"d-{number + 1}": 1 for number in range(started)}
     assert machine.drained
-    assert len(machine._pulls) == len(machine._reads) == len(machine._timers) == 0
+    assert len(machine._pulls) == len(machine._reader) == len(machine._timers) == 0
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -10,19 +10,25 @@ from mooncake_hetero_tp.core.consumer import ConsumerMachine
 from mooncake_hetero_tp.core.effects import ResolvedEngine, ResolveFailed
 from mooncake_hetero_tp.core.producer import ProducerMachine
 from mooncake_hetero_tp.core.releaser import ReleaserMachine
+from mooncake_hetero_tp.core.slots import SlotTable
 from mooncake_hetero_tp.types import TransferId
 from tests.simulation.consumers import PAGES, SOURCES, ConsumerEngine, Endpoint, Job
-from tests.simulation.producers import BLOCKS, PAGE_TOKENS, Prefill, ProducerEngine, ProducerRank
+from tests.simulation.producers import BLOCKS, Prefill, ProducerEngine, ProducerRank
+from tests.simulation.rings import PAGE_TOKENS, Rings, draw_rings
 from tests.simulation.world import CALM, Process, Violation, Weather, World, draw_weather
 
 
 class Cluster:
     """Everything of one schedule. `run` raises Violation where an invariant does not hold."""
 
-    def __init__(self, seed: int, weather: Weather | None = None, *, drop_nth: int | None = None) -> None:
+    def __init__(
+        self, seed: int, weather: Weather | None = None, *, drop_nth: int | None = None, rings: Rings | None = None
+    ) -> None:
         rng = random.Random(seed)
         self.world = World(seed, draw_weather(rng) if weather is None else weather, drop_nth=drop_nth)
         self.ready = 0
+        self.scattered = 0
+        """Chunks that came into pages."""
         self.jobs: list[Job] = []
         self.transports: dict[str, ProducerRank] = {}
         self._incarnation = 0
@@ -30,6 +36,7 @@ class Cluster:
         self._listing: ResolvedEngine | ResolveFailed | None = None
         self._same_ports = self.world.rng.random() < 0.5
         self.sources = self.world.rng.choice(SOURCES)
+        self.rings = rings or draw_rings(self.world.rng)
         self.addresses: dict[str, ProducerRank] = {}
         self.peers: dict[bytes, Endpoint] = {}
         self.producer = self._new_producer()
@@ -188,6 +195,14 @@ class Cluster:
                     if read.start.producer == rank.identity and read.job.prefill is prefill and read.lives:
                         raise Violation(f"{rank.name} frees {prefill.request_id} under a read of {reader.name}")
 
+    def check_no_slot_reader(self, rank: ProducerRank, slot: int) -> None:
+        """A slot is not filled again under a read that still counts."""
+        for consumer in self.consumers:
+            for reader in consumer.ranks:
+                for read in reader.chunk_reads:
+                    if read.source is rank and read.source_slot == slot and read.lives:
+                        raise Violation(f"{rank.name} fills slot {slot} under a read of {reader.name}")
+
     def run(self) -> Cluster:
         self.world.run()
         self._check_rest()
@@ -224,8 +239,8 @@ class Cluster:
 
 
 _TABLES: dict[type, tuple[str, ...]] = {
-    ProducerMachine: ("_kept", "_pulls", "_tombs", "_timers"),
-    ConsumerMachine: ("_requests", "_pulls", "_reads", "_timers"),
+    ProducerMachine: ("_kept", "_pulls", "_tombs", "_timers", "_shelf"),
+    ConsumerMachine: ("_requests", "_pulls", "_reader", "_timers"),
     ReleaserMachine: ("_pending", "_numbers", "_timers"),
 }
 
@@ -236,6 +251,19 @@ def _check_empty(processes: Iterable[Process]) -> None:
         left = {name: len(getattr(machine, name)) for name in _TABLES[type(machine)] if len(getattr(machine, name))}
         if left or not machine.drained:
             raise Violation(f"{process.name}: tables are not empty: {left}")
+        ring = _slots_of(machine)
+        if ring is not None and not ring.all_home:
+            raise Violation(f"{process.name}: slots are missing: {vars(ring)}")
+
+
+def _slots_of(machine: Any) -> SlotTable[Any] | None:
+    match machine:
+        case ProducerMachine():
+            return machine._shelf._slots
+        case ConsumerMachine():
+            return machine._reader._stagings._slots
+        case _:
+            return None
 
 
 def run_seed(seed: int, **options: Any) -> Cluster:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,16 @@ from mooncake_hetero_tp.core.effects import (
     Report,
     Resolve,
     Send,
+    StartChunk,
     StartRead,
     StopRead,
 )
 from mooncake_hetero_tp.core.regions import Group, RankTable
 from mooncake_hetero_tp.core.releaser import ReleaserConfig, ReleaserMachine
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank, RequestId, TokenRange, TransferId
-from tests.simulation.producers import BOOTSTRAP, ENGINE, PAGE_TOKENS, TORN, Prefill
+from tests.simulation.producers import BOOTSTRAP, ENGINE, Prefill, ProducerRank
 from tests.simulation.reads import Read
+from tests.simulation.rings import PAGE_TOKENS, TORN, ChunkRead
 from tests.simulation.world import Process, Violation, World
 
 PAGES = 8
@@ -139,15 +141,32 @@ class ConsumerRank(Endpoint):
         self.index = index
         self.sources: tuple[int, ...] = engine.cluster.sources[index]
         self.memory: dict[tuple[int, int], int] = {}
-        self.reads: dict[int, Read] = {}
+        self.reads: dict[int, Read | ChunkRead] = {}
+        self.ring: dict[int, list[int]] = {}
         self.machine = ConsumerMachine(
             Identity(engine.engine_id, Incarnation(f"{engine.incarnation:016x}"), Rank(tp=index)),
             CONSUMER_TABLE,
-            CONFIG,
+            replace(CONFIG, staging=engine.cluster.rings[1], staging_window=1 + self.world.rng.randrange(4)),
             draw=lambda: self.world.rng.getrandbits(63),
             planner=self._plan,
             validate=lambda _table: None,
+            cuts=lambda _plan: (),
         )
+
+    @property
+    def chunk_reads(self) -> list[ChunkRead]:
+        return [read for read in self.reads.values() if isinstance(read, ChunkRead)]
+
+    def write_page(self, job: Job, page: int, source: ProducerRank | None, content: int) -> None:
+        """What a producer rank had of one page, in the place where it belongs."""
+        target = job.pages[page]
+        owner = self.engine.owner.get(target)
+        if owner != job.uid:
+            raise Violation(
+                f"a read of {job.request_id} wrote page {target}, which belongs to {owner or 'nobody'} by now"
+            )
+        if source is not None:
+            self.memory[target, source.index] = content
 
     def _plan(self, _own: RankTable, _tables: Mapping[Rank, RankTable]) -> dict[Rank, SourcePlan]:
         return {Rank(tp=source): SourcePlan(source) for source in self.sources}
@@ -162,6 +181,9 @@ class ConsumerRank(Endpoint):
             case StartRead():
                 self.world.note(self.name, "reads", effect.request_id, "from", effect.transport_session)
                 self.reads[effect.read_id] = Read(self, self.engine.jobs[effect.request_id], effect)
+            case StartChunk():
+                self.world.note(self.name, "reads chunk", effect.chunk, "of", effect.request_id, "into", effect.slot)
+                self.reads[effect.read_id] = ChunkRead(self, self.engine.jobs[effect.request_id], effect)
             case ExtendRead():
                 self.reads[effect.read_id].deadline = self.true_time(effect.deadline)
             case StopRead():

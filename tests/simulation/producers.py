@@ -7,17 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from mooncake_hetero_tp.core.effects import FinishedSending, Kept, Notice, Reply, ResolvedEngine, ResolveFailed
+from mooncake_hetero_tp.core.effects import (
+    FinishedSending,
+    Gather,
+    Kept,
+    Notice,
+    ProducerEffect,
+    Reply,
+    ResolvedEngine,
+    ResolveFailed,
+)
+from mooncake_hetero_tp.core.messages import Cancel, Grant, Offer, Staged
 from mooncake_hetero_tp.core.producer import ProducerConfig, ProducerMachine
 from mooncake_hetero_tp.core.regions import Group, RankTable
+from mooncake_hetero_tp.core.shelf import Ring
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Mismatch, Rank, RequestId, Severity, TransferId
+from tests.simulation.rings import PAGE_TOKENS, RING_BASE, TORN, Gathering
 from tests.simulation.world import Process, Violation, World
 
 RANKS = 3
-PAGE_TOKENS = 4
 BLOCKS = 7
-TORN = -1
-"""Content of a block that belongs to nobody."""
 ENGINE = EngineId("prefill")
 BOOTSTRAP = "bootstrap:8998"
 CONFIG = ProducerConfig(keep_s=30.0, lease_s=5.0, orphan_s=8.0)
@@ -72,6 +81,11 @@ class ProducerRank(Process):
         self.engine = engine
         self.index = index
         self.memory = [TORN] * (BLOCKS + 1)
+        self.offer: Offer | None = engine.offer
+        self.ring: dict[int, list[int]] = {}
+        self.filling: set[int] = set()
+        self.leases: dict[tuple[int, int], float] = {}
+        """(session, pull) -> end of what was granted, by this process's clock."""
         self.address = f"p{index}" if engine.same_ports else f"p{index}.{engine.incarnation}"
         self.transport = f"t{index}.{engine.incarnation}"
         self.identity = Identity(ENGINE, Incarnation(f"{engine.incarnation:016x}"), Rank(tp=index))
@@ -83,23 +97,42 @@ class ProducerRank(Process):
             draw=lambda: world.rng.getrandbits(63),
             compare=lambda _mine, _theirs: (MISFIT,) if engine.misfit and index == 1 else (),
             validate=lambda _table: None,
+            ring=Ring(self.offer, self._address_of) if self.offer else None,
         )
+
+    def _address_of(self, slot: int) -> int:
+        return RING_BASE + slot * (self.offer.slot_bytes if self.offer else 0)
 
     def receive(self, peer: bytes, message: Any) -> None:
         self.world.note(self.name, "<-", message)
-        self.call(self.machine.receive, peer, message)
+        self.call(self._take_in, peer, message)
+
+    def _take_in(self, peer: bytes, message: Any, now: float) -> list[ProducerEffect]:
+        if isinstance(message, Cancel):
+            self.leases.pop((message.session, message.pull), None)
+        effects: list[ProducerEffect] = self.machine.receive(peer, message, now)
+        return effects
 
     def perform(self, effect: Any) -> None:
         match effect:
             case Reply():
                 self.world.note(self.name, "->", effect.message)
+                self._check_answer(effect.message)
                 self.world.transmit(
                     "answer", effect.message, self.engine.cluster.to_consumer, effect.peer, self.address
                 )
+            case Gather():
+                Gathering(self, effect)
             case FinishedSending():
                 self.engine.finished_sending(self, effect.request_id)
             case Notice():
                 self.world.note(self.name, effect.text)
+
+    def _check_answer(self, message: Any) -> None:
+        if isinstance(message, Grant):
+            self.leases[message.session, message.pull] = self.clock() + message.lease_s * (1 + CONFIG.clock_drift)
+        elif isinstance(message, Staged) and self.clock() >= self.leases.get((message.session, message.pull), 0.0):
+            raise Violation(f"{self.name} says {message}, but the lease is over")
 
     def write(self, prefill: Prefill) -> None:
         """The GPU finishes the last step of a prefill here."""
@@ -117,6 +150,7 @@ class ProducerEngine:
         self.same_ports = same_ports
         self.misfit = self.world.rng.random() < self.world.weather.misfit
         self.tight = self.world.rng.random() < self.world.weather.tight
+        self.offer: Offer | None = cluster.rings[0]
         self.free = list(range(1, BLOCKS + 1))
         self.queue: list[Prefill] = []
         self.live: dict[RequestId, Prefill] = {}
@@ -218,3 +252,4 @@ class ProducerEngine:
         for rank in self.ranks:
             rank.dead = True
             rank.memory = [TORN] * (BLOCKS + 1)
+            rank.ring = {}

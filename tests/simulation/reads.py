@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mooncake_hetero_tp.core.effects import ReadOutcome, StartRead
-from tests.simulation.world import Violation
 
 if TYPE_CHECKING:
     from tests.simulation.consumers import ConsumerRank, Job
@@ -41,11 +40,15 @@ class Read:
         )
 
     def _begin(self) -> None:
-        """Wait for a worker, connect and copy some pages, then the others."""
+        """Wait for a worker; ask to be staged, or connect and copy some pages, then the others."""
         world, rng, weather = self.world, self.world.rng, self.world.weather
         span = 0.002 + 0.02 * rng.random()
         if weather.read_slow and rng.random() < weather.read_slow:
             span = 9 * rng.random()
+        if self.start.staging is not None and rng.random() < 0.8:
+            self.may_write = False
+            world.later(0.3 * span, self._ask_for_chunks, self.start.staging.slot_bytes)
+            return
         fails = bool(weather.read_fail) and rng.random() < weather.read_fail
         pages = list(self.job.loaded_pages)
         cut = rng.randint(0, len(pages))
@@ -54,6 +57,9 @@ class Read:
             self._fail_in(span, pages[cut:])
         else:
             world.later(span, self._finish, pages[cut:])
+
+    def _ask_for_chunks(self, chunk_bytes: int) -> None:
+        self._return(None, quiet=True, chunks=-(-len(self.job.loaded_pages) // chunk_bytes))
 
     def _fail_in(self, span: float, rest: list[int]) -> None:
         """Fail; where the session is not known dead, the rest of the pages comes after that, if at all."""
@@ -64,21 +70,15 @@ class Read:
             self.world.later(span + 4 * rng.random(), self._copy, rest)
 
     def _copy(self, pages: list[int]) -> None:
-        rank, engine = self.rank, self.rank.engine
+        rank = self.rank
         if self.source is None:
-            self.source = engine.cluster.transports.get(self.start.transport_session)
+            self.source = rank.engine.cluster.transports.get(self.start.transport_session)
         source = self.source
         if not self.may_write or rank.dead or source is None or source.dead:
             return
         for page in pages:
-            target = self.job.pages[page]
-            if engine.owner.get(target) != self.job.uid:
-                raise Violation(
-                    f"a read of {self.job.request_id} wrote page {target}, which belongs to "
-                    f"{engine.owner.get(target, 'nobody')} by now"
-                )
             block = int(self.start.producer_blocks[0][page])
-            rank.memory[target, source.index] = source.memory[block]
+            rank.write_page(self.job, page, source, source.memory[block])
 
     def _finish(self, pages: list[int]) -> None:
         self._copy(pages)
@@ -87,19 +87,19 @@ class Read:
         else:
             self._return(None, quiet=True)
 
-    def _return(self, error: str | None, quiet: bool) -> None:
+    def _return(self, error: str | None, quiet: bool, chunks: int = 0) -> None:
         """The engine call comes back; a paused process notices when it goes on."""
         world, rank = self.world, self.rank
         if self._returned or rank.dead:
             return
         if world.now < rank.paused_until:
-            world.at(rank.paused_until, self._return, error, quiet)
+            world.at(rank.paused_until, self._return, error, quiet, chunks)
             return
         self._returned = True
         if quiet:
             self.may_write = False
         self.job.last_return = world.now
-        outcome = ReadOutcome(error is None, rank.clock(), error=error, transport_dead=quiet)
+        outcome = ReadOutcome(error is None, rank.clock(), error=error, transport_dead=quiet, chunks=chunks)
         world.note(rank.name, "read of", self.job.request_id, "returned", error or "well", "quiet" if quiet else "wild")
         world.later(0.002 * world.rng.random(), rank.call, rank.machine.read_finished, self.start.read_id, outcome)
 

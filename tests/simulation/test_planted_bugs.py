@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
+import msgspec
 import pytest
 
-from mooncake_hetero_tp.core import consumer
+from mooncake_hetero_tp.core import reading
 from mooncake_hetero_tp.core.consumer import ConsumerMachine
 from mooncake_hetero_tp.core.effects import FinishedSending, Report
 from mooncake_hetero_tp.core.leases import PullTable
 from mooncake_hetero_tp.core.messages import GoneReason
 from mooncake_hetero_tp.core.producer import ProducerMachine
 from mooncake_hetero_tp.core.pulls import Request
+from mooncake_hetero_tp.core.reading import Reader
+from mooncake_hetero_tp.core.shelf import Shelf
+from mooncake_hetero_tp.core.stagings import Staging, Stagings
 from mooncake_hetero_tp.core.states import Offer, OfferEvent
 from mooncake_hetero_tp.core.timers import Timers
 from tests.simulation import consumers, producers
@@ -22,7 +27,7 @@ from tests.simulation.cluster import run_seed
 from tests.simulation.world import Violation
 
 SEEDS = 10_000
-RARE = {"transport_names_are_reused": 1100}
+RARE = {"staged_is_said_when_the_lease_is_over": 2000}
 """Where to begin to look for what few schedules lead to, to save time."""
 
 Plant = FunctionType
@@ -39,7 +44,7 @@ def first_violation(seeds: range) -> str:
 
 def late_reads_count(patch: pytest.MonkeyPatch) -> None:
     """A read that returns after its lease is taken for good (vllm#52234)."""
-    patch.setattr(consumer, "read_failure", lambda _pull, outcome: None if outcome.ok else "failed")
+    patch.setattr(reading, "read_failure", lambda _pull, outcome: None if outcome.ok else "failed")
 
 
 def ready_before_the_gpu_is_done(patch: pytest.MonkeyPatch) -> None:
@@ -111,12 +116,12 @@ def pages_given_back_under_a_read(patch: pytest.MonkeyPatch) -> None:
 
 def wild_reads_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
     """A read that failed is taken to have stopped writing."""
-    on_read = ConsumerMachine._on_read
+    on_read = Reader._on_read
 
-    def trusting(self: ConsumerMachine, pull: Any, outcome: Any) -> None:
+    def trusting(self: Reader, pull: Any, outcome: Any) -> None:
         on_read(self, pull, outcome if outcome.ok else type(outcome)(False, outcome.returned_at, transport_dead=True))
 
-    patch.setattr(ConsumerMachine, "_on_read", trusting)
+    patch.setattr(Reader, "_on_read", trusting)
 
 
 def reported_twice(patch: pytest.MonkeyPatch) -> None:
@@ -176,6 +181,58 @@ def pages_reused_under_a_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(consumers.ConsumerEngine, "_check_report", lambda _self, _rank, _job: None)
 
 
+def staged_slots_are_free_again_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A producer slot is reused as soon as its consumer was told of it, and may be read."""
+    tell = Shelf._tell
+
+    def hasty(self: Shelf, staged: Any, chunk: Any) -> None:
+        tell(self, staged, chunk)
+        if chunk.slot is not None:
+            self._slots.give_back(chunk.slot)
+            chunk.slot = None
+
+    patch.setattr(Shelf, "_tell", hasty)
+
+
+def slots_are_freed_under_their_gathers(patch: pytest.MonkeyPatch) -> None:
+    """A pull's end frees the slots that are being filled for it."""
+    drop = Shelf._drop_chunks
+
+    def hasty(self: Shelf, staged: Any, numbers: Any) -> None:
+        drop(self, staged, numbers)
+        for slot in list(self._slots._quarantined):
+            self._slots.end_quarantine(slot)
+
+    patch.setattr(Shelf, "_drop_chunks", hasty)
+    patch.setattr(Shelf, "_free_doomed", lambda _self, _chunk, _outcome: None)
+
+
+def quarantine_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A slot of the consumer is reused while a failed read may still write into it."""
+    returned = Stagings.returned
+
+    def trusting(self: Stagings, chunk: Any, outcome: Any, *, counts: bool) -> None:
+        returned(self, chunk, msgspec.structs.replace(outcome, transport_dead=True), counts=counts)
+
+    patch.setattr(Stagings, "returned", trusting)
+
+
+def staged_is_said_when_the_lease_is_over(patch: pytest.MonkeyPatch) -> None:
+    """A gather that took long is announced without a look at the clock."""
+    gathered = Shelf.gathered
+    patch.setattr(Shelf, "gathered", lambda self, number, outcome, _now: gathered(self, number, outcome, -math.inf))
+
+
+def chunks_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A failed request is reported while a chunk of it is being read."""
+    patch.setattr(Staging, "running", property(lambda _self: []))
+
+
+def slots_of_failed_pulls_are_lost(patch: pytest.MonkeyPatch) -> None:
+    """What was asked for when a pull was given up keeps its slot."""
+    patch.setattr(Stagings, "_give_up_asking", lambda _self, _staging: None)
+
+
 @pytest.mark.parametrize(
     "plant,violation",
     [
@@ -193,6 +250,12 @@ def pages_reused_under_a_read(patch: pytest.MonkeyPatch) -> None:
         (deadline_is_forgotten, "only at"),
         (dropped_pulls_stay, "tables are not empty"),
         (unread_ranks_are_not_released, "blocks missing"),
+        (staged_slots_are_free_again_at_once, "scatters"),
+        (slots_are_freed_under_their_gathers, "twice at a time"),
+        (quarantine_is_ignored, "which another read may still write into"),
+        (staged_is_said_when_the_lease_is_over, "but the lease is over"),
+        (chunks_are_not_waited_for, "while a read of it may write"),
+        (slots_of_failed_pulls_are_lost, "slots are missing"),
     ],
 )
 def test_planted_bug_is_found(plant: Plant, violation: str, monkeypatch: pytest.MonkeyPatch) -> None:

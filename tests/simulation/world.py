@@ -33,6 +33,8 @@ class Weather:
     stray_s: float = 8.0
     read_slow: float = 0.0
     read_fail: float = 0.0
+    gather_slow: float = 0.0
+    gather_fail: float = 0.0
     abort_producer: float = 0.0
     abort_consumer: float = 0.0
     pauses: int = 0
@@ -76,6 +78,8 @@ def draw_weather(rng: random.Random) -> Weather:
         stray=some(0.15),
         read_slow=some(0.5),
         read_fail=some(0.4),
+        gather_slow=some(0.3),
+        gather_fail=some(0.2),
         abort_producer=some(0.3),
         abort_consumer=some(0.4),
         pauses=few(0.3),

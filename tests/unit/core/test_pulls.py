@@ -74,7 +74,7 @@ def test_running_stages_may_write() -> None:
     made = request()
     for stage in Stage:
         made.pulls[0].stage = stage
-        assert made.may_be_written == (stage in {Stage.READING, Stage.STOPPING, Stage.FENCING})
+        assert made.may_be_written == (stage in {Stage.READING, Stage.STAGING, Stage.STOPPING, Stage.FENCING})
 
 
 OLD = msgspec.structs.replace(identity(PREFILL), incarnation=Incarnation("old"))

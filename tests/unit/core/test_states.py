@@ -9,15 +9,21 @@ from typing import Any
 import pytest
 
 from mooncake_hetero_tp.core.states import (
+    FETCH,
     HOLD,
     LINK,
     LOAD,
     OFFER,
+    SHELVED,
     STAGE,
+    Fetch,
+    FetchEvent,
     Hold,
     Link,
     Load,
     Offer,
+    Shelved,
+    ShelvedEvent,
     Stage,
     StageEvent,
     after,
@@ -31,6 +37,8 @@ TABLES = [
     (LINK, Link, Link.RESOLVING, {Link.FORGOTTEN}),
     (LOAD, Load, Load.CONNECTING, {Load.REPORTED}),
     (STAGE, Stage, Stage.ASKED, {Stage.DROPPED}),
+    (SHELVED, Shelved, Shelved.WANTED, {Shelved.FREED}),
+    (FETCH, Fetch, Fetch.ASKED, {Fetch.DONE, Fetch.DROPPED}),
 ]
 
 
@@ -56,10 +64,22 @@ def test_ends_are_final_and_nothing_else_is(table: Table, _states: Any, _first: 
     assert {state for state, row in table.items() if not row} == last
 
 
+def exits(table: Table, inside: set[Any]) -> set[Any]:
+    return {event for state in inside for event, target in table[state].items() if target not in inside}
+
+
 def test_a_pull_whose_engine_call_may_write_is_left_only_when_it_cannot() -> None:
-    running = {Stage.READING, Stage.STOPPING, Stage.FENCING}
-    exits = {(state, event) for state in running for event, target in STAGE[state].items() if target not in running}
-    assert {event for _, event in exits} == {StageEvent.READ, StageEvent.LOST, StageEvent.FENCED}
+    running = {Stage.READING, Stage.STAGING, Stage.STOPPING, Stage.FENCING}
+    assert exits(STAGE, running) == {StageEvent.READ, StageEvent.LOST, StageEvent.FENCED}
+
+
+def test_a_slot_that_may_be_written_is_left_only_when_it_cannot() -> None:
+    assert exits(FETCH, {Fetch.READING, Fetch.STOPPING, Fetch.FENCING}) == {
+        FetchEvent.READ,
+        FetchEvent.LOST,
+        FetchEvent.FENCED,
+    }
+    assert exits(SHELVED, {Shelved.FILLING, Shelved.DOOMED}) == {ShelvedEvent.FILLED, ShelvedEvent.FAILED}
 
 
 def test_a_refused_event_leads_nowhere() -> None:
