@@ -22,12 +22,14 @@ import numpy.typing as npt
 from mooncake_hetero_tp.config import HostPort
 from mooncake_hetero_tp.core.binding import Descriptors
 from mooncake_hetero_tp.core.consumer import ConsumerConfig
+from mooncake_hetero_tp.core.cost import Mode
 from mooncake_hetero_tp.core.effects import BlockIds, Kept, PullRequest
 from mooncake_hetero_tp.core.producer import ProducerConfig
 from mooncake_hetero_tp.core.regions import Buffer, RankTable
 from mooncake_hetero_tp.errors import LocalUsageError
 from mooncake_hetero_tp.io.release import ReleaseClient
 from mooncake_hetero_tp.io.runtime import RuntimeConfig, StepWork, WorkerRuntime
+from mooncake_hetero_tp.io.staging import RingSize
 from mooncake_hetero_tp.io.transfer import Deadline, ReadFailed, ReadTally, TransferEngine
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank, RequestId, TokenRange, TransferId
 
@@ -331,7 +333,11 @@ class LinkedPair:
         clock: Callable[[], float] = time.monotonic,
         num_workers: int = 2,
         close_timeout_s: float = 3.0,
+        transfer_mode: Mode = Mode.AUTO,
+        staging: RingSize | None = None,
+        stages_for_others: bool = True,
     ) -> None:
+        """`stages_for_others`: whether producers have a ring too."""
         self.producer_id = EngineId("producer-engine")
         self.consumer_id = EngineId("consumer-engine")
         self.producers: dict[Rank, WorkerRuntime] = {}
@@ -343,12 +349,15 @@ class LinkedPair:
         self._tables = (dict(producers), dict(consumers))
         self._configs = (producer_config or ProducerConfig(), consumer_config or ConsumerConfig())
         self._make_engine = make_engine
+        self._producer_staging = staging if stages_for_others else None
         self._clock = clock
         self._options: dict[str, Any] = {
             "host": "127.0.0.1",
             "num_workers": num_workers,
             "connector_timeout_s": 5.0,
             "close_timeout_s": close_timeout_s,
+            "transfer_mode": transfer_mode,
+            "staging": staging,
         }
 
     def __enter__(self) -> Self:
@@ -378,7 +387,7 @@ class LinkedPair:
             producer=self._configs[0],
             bootstrap_bind=None if self.producers else HostPort("127.0.0.1", 0),
             bootstrap_address=self._owner().bootstrap if self.producers else None,
-            **self._options,
+            **(self._options | {"staging": self._producer_staging}),
         )
         return self._start(config, self.producer_id, rank, table)
 

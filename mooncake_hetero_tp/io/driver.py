@@ -15,6 +15,8 @@ from mooncake_hetero_tp.core.effects import (
     FenceRead,
     FinishedSending,
     Gather,
+    GatherId,
+    GatherOutcome,
     Notice,
     ProducerEffect,
     PullRequest,
@@ -33,11 +35,12 @@ from mooncake_hetero_tp.core.messages import ReleaseAck
 from mooncake_hetero_tp.core.producer import ProducerMachine
 from mooncake_hetero_tp.errors import LocalUsageError, PeerProtocolError
 from mooncake_hetero_tp.io.control import ControlChannel, FromConsumer, FromProducer, Inbox
+from mooncake_hetero_tp.io.gathers import Gathers
 from mooncake_hetero_tp.io.ledger import Ledger
 from mooncake_hetero_tp.io.reads import ReadDone, Reads
 from mooncake_hetero_tp.io.stats import PullRecord, StatsBook
 from mooncake_hetero_tp.io.work import StepWork
-from mooncake_hetero_tp.types import RequestId
+from mooncake_hetero_tp.types import Identity, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,8 @@ class Surroundings(NamedTuple):
 
     channel: ControlChannel
     reads: Reads
+    gathers: Gathers | None
+    """None: this worker stages nothing."""
     ledger: Ledger
     book: StatsBook
     resolve: Callable[[Resolve], None]
@@ -130,7 +135,7 @@ class Driver:
             self._perform(self._consumer.resolved(answer, now), now)
 
     def read_done(self, done: ReadDone, now: float) -> None:
-        """The answer to a StartRead."""
+        """The answer to a StartRead or StartChunk."""
         if self._consumer is None:
             return
         load = self._loads.get(done.start.request_id)
@@ -144,6 +149,14 @@ class Driver:
         """The answer to a FenceRead."""
         if self._consumer is not None:
             self._perform(self._consumer.read_fenced(read_id, now), now)
+
+    def gathered(self, gather_id: GatherId, outcome: GatherOutcome, now: float) -> None:
+        """The answer to a Gather."""
+        if self._producer is None:
+            return
+        self._around.book.add("chunks_packed", int(outcome.error is None))
+        self._around.book.add("gathers_failed", int(outcome.error is not None))
+        self._perform(self._producer.gathered(gather_id, outcome, now), now)
 
     # --- what the loop calls ---------------------------------------------------------------------
 
@@ -229,10 +242,10 @@ class Driver:
                 around.channel.reply(peer, encode(message))
             case Send(address, message):
                 around.channel.send(address, encode(message), now)
-            case StartRead() | ExtendRead() | StopRead() | FenceRead():
+            case StartRead() | StartChunk() | ExtendRead() | StopRead() | FenceRead():
                 around.reads.carry_out(effect)
-            case StartChunk() | Gather():
-                raise LocalUsageError(f"{type(effect).__name__}: expected none from machines without a staging ring")
+            case Gather():
+                self._gather(effect)
             case Resolve():
                 around.resolve(effect)
             case Report():
@@ -242,6 +255,11 @@ class Driver:
                 around.book.add("sends_done")
             case Notice(level, text):
                 logger.log(logging.getLevelNamesMapping()[level.value.upper()], "%s", text)
+
+    def _gather(self, gather: Gather) -> None:
+        if self._around.gathers is None:
+            raise LocalUsageError(f"{gather}: this worker has no staging ring")
+        self._around.gathers.start(gather)
 
     def _report(self, report: Report, now: float) -> None:
         failed = not report.ok and not report.cancelled
@@ -253,18 +271,25 @@ class Driver:
         self._around.ledger.loaded(report.request_id, failed=failed)
 
     def _count_pulls(self, load: _Load, now: float) -> None:
-        for done in (done for done in load.reads if done.outcome.ok):
+        """One record for each producer rank that was read from."""
+        by_producer: dict[Identity, list[ReadDone]] = {}
+        for done in load.reads:
+            if done.outcome.ok:
+                by_producer.setdefault(done.start.producer, []).append(done)
+        for producer, reads in by_producer.items():
             record = PullRecord(
                 request_id=load.asked.request_id,
                 transfer_id=load.asked.transfer_id,
-                producer=done.start.producer,
+                producer=producer,
                 tokens=load.tokens,
-                bytes=done.tally.bytes,
-                descriptors=done.tally.descriptors,
-                batches=done.tally.batches,
-                retries=done.tally.retries,
-                read_s=done.seconds,
+                bytes=sum(done.tally.bytes for done in reads),
+                descriptors=sum(done.tally.descriptors for done in reads),
+                batches=sum(done.tally.batches for done in reads),
+                retries=sum(done.tally.retries for done in reads),
+                read_s=sum(done.seconds for done in reads),
                 total_s=now - load.began,
+                chunks=sum(isinstance(done.start, StartChunk) for done in reads),
+                why=next((done.choice.why for done in reads if done.choice is not None), ""),
             )
             self._around.book.pull(record)
             logger.info("%s", record)

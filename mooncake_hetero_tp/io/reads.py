@@ -1,4 +1,4 @@
-"""Carrying out StartRead, ExtendRead, StopRead and FenceRead in worker threads."""
+"""Carrying out StartRead, StartChunk, ExtendRead, StopRead and FenceRead in worker threads."""
 
 from __future__ import annotations
 
@@ -6,13 +6,27 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
-from mooncake_hetero_tp.core.binding import TailView, bind, tail_views
-from mooncake_hetero_tp.core.effects import ExtendRead, FenceRead, ReadId, ReadOutcome, StartRead, StopRead
+import numpy as np
+
+from mooncake_hetero_tp.core.binding import Descriptors, TailView, bind, tail_views
+from mooncake_hetero_tp.core.cost import Choice
+from mooncake_hetero_tp.core.effects import (
+    ExtendRead,
+    FenceRead,
+    ReadId,
+    ReadOutcome,
+    StartChunk,
+    StartRead,
+    StopRead,
+)
 from mooncake_hetero_tp.core.regions import RankTable
-from mooncake_hetero_tp.errors import HeteroTPError, TransferError
+from mooncake_hetero_tp.errors import HeteroTPError, LocalUsageError, TransferError
+from mooncake_hetero_tp.io.choosing import Chooser
+from mooncake_hetero_tp.io.packer import Packer, StagedPull
 from mooncake_hetero_tp.io.pool import WorkerPool
 from mooncake_hetero_tp.io.transfer import Deadline, ReadFailed, ReadTally, TransferEngine
 from mooncake_hetero_tp.types import RequestId
@@ -23,21 +37,24 @@ ClearTails = Callable[[Iterable[TailView]], None]
 """Zeroes tails; returns only when they are zero for whoever reads the cache next."""
 
 
-ReadEffect: TypeAlias = StartRead | ExtendRead | StopRead | FenceRead
+Start: TypeAlias = StartRead | StartChunk
+ReadEffect: TypeAlias = StartRead | StartChunk | ExtendRead | StopRead | FenceRead
 
 
 class ReadDone(NamedTuple):
     """One read that has returned."""
 
-    start: StartRead
+    start: Start
     outcome: ReadOutcome
     tally: ReadTally
     seconds: float
+    choice: Choice | None = None
+    """How a pull is to be moved, and why; of a StartRead that could be staged."""
 
 
 @dataclass(slots=True)
 class _Running:
-    start: StartRead
+    start: Start
     deadline: Deadline
 
 
@@ -50,6 +67,18 @@ class ReadTools:
     clear_tails: ClearTails
     clock: Callable[[], float]
     null_block: int | None
+    packer: Packer | None = None
+    """Our ring; None: nothing is staged."""
+    chooser: Chooser | None = None
+
+
+class _Read(NamedTuple):
+    """A read that went well."""
+
+    tally: ReadTally
+    returned_at: float
+    chunks: int = 0
+    choice: Choice | None = None
 
 
 @dataclass(slots=True)
@@ -66,7 +95,7 @@ class Reads:
     def carry_out(self, effect: ReadEffect) -> None:
         """Queue, extend, stop or fence a read; one that has returned is neither extended nor stopped."""
         match effect:
-            case StartRead():
+            case StartRead() | StartChunk():
                 self._start(effect)
             case ExtendRead(read_id, at):
                 if (deadline := self._deadline(read_id)) is not None:
@@ -77,7 +106,7 @@ class Reads:
             case FenceRead():
                 self.pool.submit(lambda: self._fence(effect))
 
-    def _start(self, start: StartRead) -> None:
+    def _start(self, start: Start) -> None:
         deadline = Deadline(start.deadline)
         with self._lock:
             self._running[start.read_id] = _Running(start, deadline)
@@ -113,34 +142,74 @@ class Reads:
                 break
         self.fenced(effect.read_id)
 
-    def _run(self, start: StartRead, deadline: Deadline) -> None:
+    def _run(self, start: Start, deadline: Deadline) -> None:
         began = time.perf_counter()
-        outcome, tally = self._outcome(start, deadline)
+        outcome, read = self._outcome(start, deadline)
         with self._lock:
             self._running.pop(start.read_id, None)
-        self.done(ReadDone(start, outcome, tally, time.perf_counter() - began))
+        self.done(ReadDone(start, outcome, read.tally, time.perf_counter() - began, read.choice))
 
-    def _outcome(self, start: StartRead, deadline: Deadline) -> tuple[ReadOutcome, ReadTally]:
+    def _outcome(self, start: Start, deadline: Deadline) -> tuple[ReadOutcome, _Read]:
         try:
-            tally, returned_at = self._read(start, deadline)
+            read = self._chunk(start, deadline) if isinstance(start, StartChunk) else self._read(start, deadline)
         except ReadFailed as error:
-            return self._failed(str(error), dead=not error.may_still_write), ReadTally()
+            return self._failed(str(error), dead=not error.may_still_write)
         except HeteroTPError as error:
-            return self._failed(str(error), dead=True), ReadTally()
+            return self._failed(str(error), dead=True)
         except Exception as error:  # a bug, or memory: whatever it is, the read has an outcome
             logger.exception("read %d of request %s failed unexpectedly", start.read_id, start.request_id)
-            return self._failed(repr(error), dead=False), ReadTally()
-        return ReadOutcome(True, returned_at, tally.bytes, tally.descriptors), tally
+            return self._failed(repr(error), dead=False)
+        tally = read.tally
+        return ReadOutcome(True, read.returned_at, tally.bytes, tally.descriptors, chunks=read.chunks), read
 
-    def _read(self, start: StartRead, deadline: Deadline) -> tuple[ReadTally, float]:
+    def _read(self, start: StartRead, deadline: Deadline) -> _Read:
+        """Read a pull directly, or say in how many chunks it is to be staged."""
         tools = self.tools
         descriptors = bind(
             start.plan, start.ranges, start.producer_blocks, start.consumer_blocks, null_block=tools.null_block
         )
-        tally = tools.engine.read(start.transport_session, descriptors, deadline=deadline)
-        returned_at = tools.clock()
-        tools.clear_tails(tail_views(tools.table, start.ranges, start.consumer_blocks))
+        chosen = None if tools.chooser is None else tools.chooser.choose(start, descriptors, deadline)
+        choice = None if chosen is None else chosen.choice
+        if chosen is not None and chosen.chunks:
+            self._clear_tails(start)
+            return _Read(ReadTally(), tools.clock(), chosen.chunks, choice)
+        tally, returned_at = self._moved(start, descriptors, deadline)
+        self._clear_tails(start)
+        return _Read(tally, returned_at, choice=choice)
+
+    def _moved(self, start: Start, descriptors: Descriptors, deadline: Deadline) -> tuple[ReadTally, float]:
+        """Read, and when the engine call returned."""
+        tools, peer = self.tools, start.transport_session
+        with ExitStack() as watch:
+            tallies = [] if tools.chooser is None else watch.enter_context(tools.chooser.watching(peer))
+            tally = tools.engine.read(peer, descriptors, deadline=deadline)
+            returned_at = tools.clock()
+            tallies.append(tally)
         return tally, returned_at
 
-    def _failed(self, error: str, *, dead: bool) -> ReadOutcome:
-        return ReadOutcome(False, self.tools.clock(), error=error, transport_dead=dead)
+    def _clear_tails(self, start: StartRead) -> None:
+        self.tools.clear_tails(tail_views(self.tools.table, start.ranges, start.consumer_blocks))
+
+    def _chunk(self, start: StartChunk, deadline: Deadline) -> _Read:
+        """Read one chunk into its slot and, if it came in time, scatter it."""
+        tools, packer = self.tools, self.tools.packer
+        if packer is None:
+            raise LocalUsageError("a staged chunk for a worker without a staging ring")
+        source, target, length = (
+            np.array([number], np.int64)
+            for number in (start.address, packer.ring.address_of(start.slot), start.length_bytes)
+        )
+        tally, returned_at = self._moved(start, Descriptors(source, target, length), deadline)
+        if deadline.stopped or returned_at >= deadline.at:
+            raise ReadFailed(f"chunk {start.chunk} came too late; it is not unpacked")
+        pull = StagedPull(start.plan, start.ranges, start.chunk_bytes, start.consumer_blocks)
+        key = (start.request_id, start.producer)
+        began = time.perf_counter()
+        payload = packer.unpack(key, pull, start.chunk, start.slot, start.length_bytes)
+        if tools.chooser is not None:
+            tools.chooser.unpacked(start, scatter_s=time.perf_counter() - began)
+        return _Read(replace(tally, bytes=payload), returned_at)
+
+    def _failed(self, error: str, *, dead: bool) -> tuple[ReadOutcome, _Read]:
+        now = self.tools.clock()
+        return ReadOutcome(False, now, error=error, transport_dead=dead), _Read(ReadTally(), now)

@@ -11,31 +11,39 @@ nobody can read or write any more), and later submits raise.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mooncake_hetero_tp.config import HostPort
 from mooncake_hetero_tp.core.consumer import ConsumerConfig, ConsumerMachine
-from mooncake_hetero_tp.core.effects import Plan, ReadId, Resolve
+from mooncake_hetero_tp.core.cost import Mode
+from mooncake_hetero_tp.core.effects import GatherId, GatherOutcome, Plan, ReadId, Resolve
 from mooncake_hetero_tp.core.plan import plan_pulls, prove
 from mooncake_hetero_tp.core.producer import ProducerConfig, ProducerMachine
 from mooncake_hetero_tp.core.regions import RankTable
+from mooncake_hetero_tp.core.shelf import Ring
 from mooncake_hetero_tp.errors import ConfigError, LocalUsageError, TransferError
 from mooncake_hetero_tp.io import bootstrap_client
 from mooncake_hetero_tp.io.bootstrap import BootstrapServer, Registration
+from mooncake_hetero_tp.io.choosing import Chooser
 from mooncake_hetero_tp.io.control import ControlChannel
 from mooncake_hetero_tp.io.driver import Driver, Machines, Surroundings
+from mooncake_hetero_tp.io.gathers import Gathers
 from mooncake_hetero_tp.io.ledger import Ledger
 from mooncake_hetero_tp.io.loop import Loop
+from mooncake_hetero_tp.io.packer import Packer
 from mooncake_hetero_tp.io.pool import WorkerPool
 from mooncake_hetero_tp.io.reads import ClearTails, ReadDone, Reads, ReadTools
+from mooncake_hetero_tp.io.staging import RingSize, StagingRing, host_ring
 from mooncake_hetero_tp.io.stats import StatsBook, TransferStats
 from mooncake_hetero_tp.io.tails import clear_host_tails
 from mooncake_hetero_tp.io.transfer import TransferEngine
 from mooncake_hetero_tp.io.work import Finished, Handover, StepWork
+from mooncake_hetero_tp.native.executor import Executor, host_executor
 from mooncake_hetero_tp.types import Identity, Rank
 
 __all__ = ["Finished", "Handover", "RuntimeConfig", "StepWork", "WorkerRuntime"]
@@ -45,6 +53,9 @@ logger = logging.getLogger(__name__)
 _RESOLVERS = 4
 _READ_JOIN_S = 20.0
 _QUERY_JOIN_S = 5.0
+_GATHER_JOIN_S = 5.0
+_GATHERERS = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""Threads that pack; the engine's own work needs the other cores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +84,10 @@ class RuntimeConfig:
     """Block id that stands for a dropped page (vLLM: 0)."""
     optional_layers: frozenset[str] = field(default_factory=frozenset)
     """Layers (say, of a draft model) that a producer may lack; they are then not loaded."""
+    transfer_mode: Mode = Mode.AUTO
+    """How to read where staging is possible."""
+    staging: RingSize | None = None
+    """Of the ring of each role; None: every read is direct."""
 
 
 class WorkerRuntime:
@@ -88,6 +103,8 @@ class WorkerRuntime:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], int] = lambda: secrets.randbits(63),
         clear_tails: ClearTails = clear_host_tails,
+        make_ring: Callable[[RingSize], StagingRing] = host_ring,
+        executor: Executor | None = None,
     ) -> None:
         """Nothing runs before `start`.
 
@@ -99,6 +116,8 @@ class WorkerRuntime:
             clock: monotonic seconds; the engine's deadlines use the same one.
             draw: random 63-bit numbers.
             clear_tails: zeroes what lies past a loaded range; for device memory the caller's own.
+            make_ring: allocates a staging ring where the engine and `executor` can reach it.
+            executor: packs and unpacks; by default, in host memory.
         """
         if config.producer is None and config.consumer is None:
             raise LocalUsageError(
@@ -115,10 +134,12 @@ class WorkerRuntime:
         self._server = None if config.bootstrap_bind is None else BootstrapServer(config.bootstrap_bind)
         self._resolvers = WorkerPool("mht-resolve", _RESOLVERS)
         self._read_pool = WorkerPool("mht-read", config.num_workers, per_key=max(2, config.num_workers // 3))
-        tools = ReadTools(
-            engine=engine, table=table, clear_tails=clear_tails, clock=clock, null_block=config.null_block
-        )
-        self._reads = Reads(tools, self._read_pool, self._read_done, self._read_fenced)
+        self._make_ring = make_ring
+        self._executor = executor
+        self._clear_tails = clear_tails
+        self._rings: list[StagingRing] = []
+        self._gather_pool = WorkerPool("mht-gather", _GATHERERS)
+        self._reads: Reads | None = None
         self._driver: Driver | None = None
         self._loop: Loop | None = None
         self._control_address: str | None = None
@@ -149,8 +170,9 @@ class WorkerRuntime:
         if self._loop is not None:
             return
         try:
-            self._engine.register(self._table.buffers)
-            self._open()
+            into, out_of = self._packer(self._config.consumer), self._packer(self._config.producer)
+            self._engine.register([*self._table.buffers, *(ring.buffer for ring in self._rings)])
+            self._open(into, out_of)
             if self._server is not None:
                 self._server.start()
             if self._config.producer is not None:
@@ -159,25 +181,54 @@ class WorkerRuntime:
             self.close()
             raise
 
-    def _open(self) -> None:
+    def _packer(self, role: ProducerConfig | ConsumerConfig | None) -> Packer | None:
+        """The ring of a role and what fills or empties it; None: the role is not ours, or nothing is staged."""
+        size = self._config.staging
+        if role is None or size is None or self._config.transfer_mode is Mode.DIRECT:
+            return None
+        ring = self._make_ring(size)
+        self._rings.append(ring)
+        return Packer(self._table, ring, self._executor or host_executor(), self._config.null_block)
+
+    def _open(self, into: Packer | None, out_of: Packer | None) -> None:
         channel = ControlChannel(self._config.host if self._config.producer is not None else None)
         self._control_address = channel.address
-        machines = Machines(self._make_producer(), self._make_consumer())
-        around = Surroundings(channel, self._reads, self._ledger, self._book, self._resolve, self._driver_failed)
+        machines = Machines(self._make_producer(out_of), self._make_consumer(into))
+        self._reads = Reads(self._read_tools(into), self._read_pool, self._read_done, self._read_fenced)
+        gathers = None if out_of is None else Gathers(out_of, self._gather_pool, self._gathered)
+        around = Surroundings(
+            channel, self._reads, gathers, self._ledger, self._book, self._resolve, self._driver_failed
+        )
         self._driver = Driver(machines, around)
         self._loop = Loop(f"mht-driver-{self._identity.rank}", channel, self._driver, self._clock)
         self._loop.start()
 
-    def _make_producer(self) -> ProducerMachine | None:
+    def _read_tools(self, packer: Packer | None) -> ReadTools:
+        return ReadTools(
+            engine=self._engine,
+            table=self._table,
+            clear_tails=self._clear_tails,
+            clock=self._clock,
+            null_block=self._config.null_block,
+            packer=packer,
+            chooser=None if packer is None else Chooser(self._config.transfer_mode, self._engine, packer),
+        )
+
+    def _make_producer(self, packer: Packer | None) -> ProducerMachine | None:
         config = self._config.producer
         if config is None:
             return None
-        return ProducerMachine(self._identity, self._table, self._engine.transport_session, config, draw=self._draw)
+        ring = None if packer is None else Ring(packer.offer, packer.ring.address_of)
+        return ProducerMachine(
+            self._identity, self._table, self._engine.transport_session, config, draw=self._draw, ring=ring
+        )
 
-    def _make_consumer(self) -> ConsumerMachine | None:
+    def _make_consumer(self, packer: Packer | None) -> ConsumerMachine | None:
         config = self._config.consumer
         if config is None:
             return None
+        if packer is not None:
+            config = replace(config, staging=packer.offer)
         return ConsumerMachine(self._identity, self._table, config, draw=self._draw, planner=self._plan)
 
     def _plan(self, consumer: RankTable, producers: Mapping[Rank, RankTable]) -> Mapping[Rank, Plan]:
@@ -207,13 +258,18 @@ class WorkerRuntime:
         with self._close_lock:
             if self._loop is not None and not self._loop.stop(self._config.close_timeout_s):
                 logger.error("the driver thread of %s did not end in time", self._identity)
-            self._reads.stop_all()
+            if self._reads is not None:
+                self._reads.stop_all()
             self._resolvers.close(_QUERY_JOIN_S, drop_queued=True)
-            if not self._read_pool.close(_READ_JOIN_S):
-                logger.error("a read of %s did not end in time", self._identity)
+            ended = self._read_pool.close(_READ_JOIN_S) and self._gather_pool.close(_GATHER_JOIN_S, drop_queued=True)
+            if not ended:
+                logger.error("a read or a gather of %s did not end in time", self._identity)
             if self._server is not None:
                 self._server.close()
             self._engine.close()
+            if ended:  # else something may still use them, and they go with the process
+                for ring in self._rings:
+                    ring.close()
 
     # --- what vLLM's worker calls ----------------------------------------------------------------
 
@@ -277,6 +333,11 @@ class WorkerRuntime:
         if driver is not None and loop is not None:
             loop.post(lambda now: driver.read_fenced(read_id, now))
 
+    def _gathered(self, gather_id: GatherId, outcome: GatherOutcome) -> None:
+        driver, loop = self._driver, self._loop
+        if driver is not None and loop is not None:
+            loop.post(lambda now: driver.gathered(gather_id, outcome, now))
+
     def _orphan_read_done(self, done: ReadDone) -> None:
         """The driver thread is gone: the last read of a request ends it, once it cannot write any more."""
         if not (done.outcome.ok or done.outcome.transport_dead):
@@ -285,7 +346,7 @@ class WorkerRuntime:
             except TransferError:
                 logger.exception("request %s may still be written; it is not reported", done.start.request_id)
                 return
-        if done.start.request_id not in self._reads.requests():
+        if self._reads is not None and done.start.request_id not in self._reads.requests():
             self._ledger.loaded(done.start.request_id, failed=True)
 
     def _driver_failed(self, error: BaseException) -> None:
@@ -293,9 +354,11 @@ class WorkerRuntime:
 
         In this order, for only then can nobody write into the one or read from the other.
         """
-        self._reads.stop_all()
+        reads = self._reads
+        if reads is not None:
+            reads.stop_all()
         self._engine.close()
-        running = self._reads.requests()
+        running = reads.requests() if reads is not None else set()
         for request_id in self._ledger.loading() - running:
             self._ledger.loaded(request_id, failed=True)
         for request_id in self._ledger.kept():

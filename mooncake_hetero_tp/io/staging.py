@@ -9,11 +9,15 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from mooncake_hetero_tp.core.regions import Buffer
 from mooncake_hetero_tp.errors import ConfigError, LocalUsageError
+
+SCRATCH_BYTES: Final = 1 << 20
+"""Behind the slots: where bytes are read to that nobody wants, to measure a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,8 @@ class RingSize:
 
     @property
     def bytes(self) -> int:
-        return self.slot_bytes * self.slots
+        """All that is allocated and registered."""
+        return self.slot_bytes * self.slots + SCRATCH_BYTES
 
 
 class StagingRing:
@@ -43,6 +48,11 @@ class StagingRing:
     def buffer(self) -> Buffer:
         """What is registered with the transfer engine."""
         return Buffer(self._address, self.size.bytes)
+
+    @property
+    def scratch(self) -> int:
+        """Where `SCRATCH_BYTES` may be written that nobody reads."""
+        return self._address + self.size.slot_bytes * self.size.slots
 
     def address_of(self, slot: int) -> int:
         """Where a slot begins.

@@ -25,18 +25,28 @@ class PullRecord(msgspec.Struct, frozen=True):
     batches: int
     retries: int
     read_s: float
-    """Binding, reading and clearing tails."""
+    """Binding, reading and clearing tails; of a staged pull, in all its chunks together, unpacking included."""
     total_s: float
     """From the request's start here to its report."""
+    chunks: int = 0
+    """0: it was read directly."""
+    why: str = ""
+    """Why it was read directly or staged, where there was a choice."""
+
+    @property
+    def mode(self) -> str:
+        """`direct` or `staged`."""
+        return "staged" if self.chunks else "direct"
 
     def __str__(self) -> str:
         """The log line; scripts read its `key=value` pairs."""
         producer = self.producer
         return (
             f"pulled request={self.request_id} bytes={self.bytes} descriptors={self.descriptors} "
-            f"tokens={self.tokens} batches={self.batches} retries={self.retries} "
+            f"tokens={self.tokens} batches={self.batches} retries={self.retries} mode={self.mode} chunks={self.chunks} "
             f"read_ms={self.read_s * 1e3:.3f} total_ms={self.total_s * 1e3:.3f} "
             f"transfer={self.transfer_id} producer={producer.engine_id} producer_rank={producer.rank}"
+            + (f" why={self.why!r}" if self.why else "")
         )
 
 
@@ -49,6 +59,12 @@ class TransferStats(msgspec.Struct):
     retries: int = 0
     """Engine calls that failed and were tried again with success."""
     replaced_sessions: int = 0
+    pulls_staged: int = 0
+    chunks: int = 0
+    """Packed pieces that were read and unpacked."""
+    chunks_packed: int = 0
+    """Producer: packed for consumers to read."""
+    gathers_failed: int = 0
     loads_done: int = 0
     loads_failed: int = 0
     loads_cancelled: int = 0
@@ -86,6 +102,8 @@ class StatsBook:
             self._stats.descriptors += record.descriptors
             self._stats.batches += record.batches
             self._stats.retries += record.retries
+            self._stats.pulls_staged += record.chunks > 0
+            self._stats.chunks += record.chunks
             self._pulls.append(record)
 
     def take(self) -> TransferStats:

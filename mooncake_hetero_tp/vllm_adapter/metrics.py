@@ -28,6 +28,10 @@ COUNTERS: Mapping[str, str] = {
     "batches": "Transfer engine calls.",
     "retries": "Transfer engine calls that failed and then succeeded.",
     "replaced_sessions": "Transport sessions replaced after failures.",
+    "pulls_staged": "Pulls from one producer rank that came packed, through staging slots.",
+    "chunks": "Packed pieces of these pulls.",
+    "chunks_packed": "Pieces that a producer rank packed for consumers.",
+    "gathers_failed": "Pieces that it could not pack.",
     "loads_done": "Loads of a rank that ended well.",
     "loads_failed": "Loads of a rank that failed.",
     "loads_cancelled": "Loads of a rank that the client aborted.",
@@ -115,7 +119,15 @@ class HeteroTPStats(KVConnectorStats):
             "Sends": self.data["sends_done"],
             "Sends expired": self.data["sends_expired"],
         }
-        unusual = ("retries", "replaced_sessions", "frames_dropped", "bad_frames")
+        unusual = (
+            "pulls_staged",
+            "chunks_packed",
+            "gathers_failed",
+            "retries",
+            "replaced_sessions",
+            "frames_dropped",
+            "bad_frames",
+        )
         return line | {name.replace("_", " ").capitalize(): self.data[name] for name in unusual if self.data[name]}
 
 

@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from mooncake_hetero_tp.config import HeteroTPConfig, HostPort
 from mooncake_hetero_tp.core.consumer import ConsumerConfig
+from mooncake_hetero_tp.core.cost import Mode
 from mooncake_hetero_tp.core.effects import Kept
 from mooncake_hetero_tp.core.producer import ProducerConfig
 from mooncake_hetero_tp.core.regions import RankTable
@@ -31,6 +32,7 @@ from mooncake_hetero_tp.errors import HeteroTPError
 from mooncake_hetero_tp.io.address import choose_host
 from mooncake_hetero_tp.io.engine import MooncakeEngine
 from mooncake_hetero_tp.io.runtime import RuntimeConfig, WorkerRuntime
+from mooncake_hetero_tp.io.staging import RingSize
 from mooncake_hetero_tp.io.tails import clear_host_tails
 from mooncake_hetero_tp.io.work import Handover, StepWork
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank
@@ -47,6 +49,8 @@ from mooncake_hetero_tp.vllm_adapter.probe import Engine, Place, build_table, dr
 from mooncake_hetero_tp.vllm_adapter.specs import refuse_unsupported
 
 logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
 
 
 class WorkerSide:
@@ -162,7 +166,19 @@ class WorkerSide:
             connector_timeout_s=environment.connector_timeout_s,
             null_block=NULL_BLOCK_ID,
             optional_layers=optional_layers,
+            transfer_mode=Mode(config.transfer_mode),
+            staging=self._ring_size(),
         )
+
+    def _ring_size(self) -> RingSize | None:
+        """Of the ring of each role; None: nothing is staged."""
+        config = self._config
+        if not config.staging_mib:
+            return None
+        if self._gate.is_needed:
+            logger.warning("KV memory of %s is not staged yet; every read is direct", self._gate.device)
+            return None
+        return RingSize(config.staging_slot_mib * _MIB, config.staging_mib // config.staging_slot_mib)
 
     def _log_table(self, table: RankTable) -> None:
         logger.info(

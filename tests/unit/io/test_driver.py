@@ -97,11 +97,14 @@ class Carrier:
     def carry_out(self, effect: Any) -> None:
         self.effects.append(effect)
 
+    start = carry_out
+
 
 class Bench:
     def __init__(self, *, producer: bool = True, consumer: bool = True) -> None:
         self.producer, self.consumer = Machine(), Machine()
         self.channel, self.reads, self.ledger, self.book = Channel(), Carrier(), Ledger(), StatsBook()
+        self.gathers = Carrier()
         self.resolves: list[Resolve] = []
         self.failed: list[BaseException] = []
         machines: Any = Machines(
@@ -111,6 +114,7 @@ class Bench:
         around: Any = Surroundings(
             self.channel,  # type: ignore[arg-type]
             self.reads,  # type: ignore[arg-type]
+            self.gathers,  # type: ignore[arg-type]
             self.ledger,
             self.book,
             self.resolves.append,

@@ -13,10 +13,13 @@ import pytest
 
 from mooncake_hetero_tp.config import HostPort
 from mooncake_hetero_tp.core.consumer import ConsumerConfig
+from mooncake_hetero_tp.core.cost import Mode
 from mooncake_hetero_tp.core.effects import Kept, PullRequest
 from mooncake_hetero_tp.core.producer import ProducerConfig
-from mooncake_hetero_tp.errors import ConfigError, LocalUsageError, TransferError
+from mooncake_hetero_tp.errors import ConfigError, LocalUsageError, NativeError, TransferError
+from mooncake_hetero_tp.io.packer import Packer
 from mooncake_hetero_tp.io.runtime import Finished, Handover, RuntimeConfig, StepWork, WorkerRuntime
+from mooncake_hetero_tp.io.staging import RingSize
 from mooncake_hetero_tp.testing import FakeClock, LoopbackEngine, LoopbackFabric
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank, RequestId, TokenRange, TransferId
 from tests.handovers import CONSUMER, PRODUCER, Handovers
@@ -81,6 +84,95 @@ def test_loads_arrive_whichever_side_is_first(producer: SideSpec, consumer: Side
             pair.release(load)
             pair.wait_freed(load)
     assert bench.wrong_bytes(*loads) == 0
+
+
+STAGED: dict[str, Any] = {"transfer_mode": Mode.STAGED, "staging": RingSize(slot_bytes=1024, slots=2)}
+"""Slots of a few pieces each, so that every pull takes several turns through the ring."""
+
+
+@pytest.mark.parametrize("producer,consumer", [(PRODUCER, CONSUMER), (CONSUMER, PRODUCER)])
+def test_staged_loads_arrive_through_a_ring_smaller_than_any(
+    producer: SideSpec, consumer: SideSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    bench = Bench(producer=producer, consumer=consumer, **STAGED)
+    loads = [bench.load("a", 27), bench.load("b", 60), bench.load("c", 40, skip=16)]
+    with bench.pair as pair:
+        for load in loads:
+            pair.pull(load)
+        for load in loads:
+            pair.keep(load)
+        assert [pair.wait_loaded(load) for load in loads] == [True] * 3
+        for load in loads:
+            pair.release(load)
+            pair.wait_freed(load)
+        stats = [runtime.stats() for runtime in pair.consumers.values()]
+        packed = [runtime.stats() for runtime in pair.producers.values()]
+    assert bench.wrong_bytes(*loads) == 0
+    assert sum(taken.pulls_staged for taken in stats) == 3 * len(stats) * max(1, producer.tp // consumer.tp)
+    assert sum(taken.chunks for taken in stats) == sum(taken.chunks_packed for taken in packed) > 20
+    assert all(pull.bytes == pull.tokens * 3 * 2 * 2 * 8 * 2 for taken in stats for pull in taken.pulls)
+    assert any("mode=staged" in line and "why='staged, as set" in line for line in caplog.messages)
+
+
+def test_a_peer_without_a_ring_is_read_directly_though_staging_is_set() -> None:
+    bench = Bench(**STAGED, stages_for_others=False)
+    load = bench.load("a", 27)
+    with bench.pair as pair:
+        pair.keep(load)
+        pair.pull(load)
+        assert pair.wait_loaded(load)
+        stats = [runtime.stats() for runtime in pair.consumers.values()]
+    assert bench.wrong_bytes(load) == 0
+    assert [taken.pulls_staged for taken in stats] == [0, 0]
+
+
+def test_chunks_that_cannot_be_packed_are_read_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise NativeError("no")
+
+    monkeypatch.setattr(Packer, "pack", refuse)
+    bench = Bench(**STAGED)
+    load = bench.load("a", 27)
+    with bench.pair as pair:
+        pair.keep(load)
+        pair.pull(load)
+        assert pair.wait_loaded(load)
+        failed = sum(runtime.stats().gathers_failed for runtime in pair.producers.values())
+    assert bench.wrong_bytes(load) == 0
+    assert failed >= 1
+
+
+def test_chunks_that_cannot_be_unpacked_fail_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise NativeError("no")
+
+    monkeypatch.setattr(Packer, "unpack", refuse)
+    bench = Bench(**STAGED)
+    load = bench.load("a", 27)
+    with bench.pair as pair:
+        pair.keep(load)
+        pair.pull(load)
+        assert not pair.wait_loaded(load)
+        pair.release(load)
+        pair.wait_freed(load)
+
+
+def test_a_failed_staged_read_is_reported_before_its_fence_for_it_writes_no_page() -> None:
+    bench = Bench(**STAGED)
+    load = bench.load("a", 27)
+    with bench.pair as pair:
+        for engine in bench.reading:
+            engine.fail(100, keep_writing=True)
+        pair.keep(load)
+        pair.pull(load)
+        assert not pair.wait_loaded(load)
+        pages = [memory.memory.copy() for memory in bench.consumers.values()]
+        for engine in bench.reading:
+            engine.write_leftovers()
+        assert all(
+            np.array_equal(memory.memory, page) for memory, page in zip(bench.consumers.values(), pages, strict=True)
+        )
 
 
 def test_blocks_are_read_only_when_the_gpu_has_written_them() -> None:

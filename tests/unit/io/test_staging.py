@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from mooncake_hetero_tp.errors import ConfigError, LocalUsageError
-from mooncake_hetero_tp.io.staging import RingSize, StagingRing, host_ring
+from mooncake_hetero_tp.io.staging import SCRATCH_BYTES, RingSize, StagingRing, host_ring
 
 SIZE = RingSize(slot_bytes=2 * mmap.PAGESIZE, slots=3)
 
@@ -20,7 +20,8 @@ def view_at(address: int, length_bytes: int) -> npt.NDArray[np.uint8]:
 def test_slots_lie_one_after_the_other_in_one_buffer() -> None:
     ring = host_ring(SIZE)
     buffer = ring.buffer
-    assert buffer.length_bytes == SIZE.bytes == 6 * mmap.PAGESIZE
+    assert buffer.length_bytes == SIZE.bytes == 6 * mmap.PAGESIZE + SCRATCH_BYTES
+    assert ring.scratch + SCRATCH_BYTES == buffer.end
     assert [ring.address_of(slot) - buffer.address for slot in range(3)] == [0, SIZE.slot_bytes, 2 * SIZE.slot_bytes]
     ring.close()
 

@@ -56,7 +56,8 @@ def test_two_looks_share_no_list() -> None:
 
 def test_the_log_line_is_for_scripts() -> None:
     assert str(record()) == (
-        "pulled request=r0 bytes=4096 descriptors=8 tokens=70 batches=2 retries=1 read_ms=1.500 total_ms=250.000 "
+        "pulled request=r0 bytes=4096 descriptors=8 tokens=70 batches=2 retries=1 mode=direct chunks=0 "
+        "read_ms=1.500 total_ms=250.000 "
         "transfer=t producer=p producer_rank=dp0.pp0.tp1"
     )
 

@@ -1,0 +1,173 @@
+"""Direct or staged, for each pull, by what was measured of the path to its producer rank.
+
+A path is measured when its first pull is about to begin: a few small and a few large reads of the peer's registered
+memory into the scratch space of our own ring. Every transfer refines it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from mooncake_hetero_tp.core.binding import Descriptors
+from mooncake_hetero_tp.core.chunks import smallest_slot
+from mooncake_hetero_tp.core.cost import Choice, Measured, Mode, Rates, choose
+from mooncake_hetero_tp.core.effects import StartChunk, StartRead
+from mooncake_hetero_tp.core.regions import Buffer
+from mooncake_hetero_tp.errors import TransferError
+from mooncake_hetero_tp.io.packer import Packer
+from mooncake_hetero_tp.io.staging import SCRATCH_BYTES
+from mooncake_hetero_tp.io.transfer import Deadline, ReadTally, TransferEngine
+
+logger = logging.getLogger(__name__)
+
+_SMALL_BYTES: Final = 256
+_SMALL_COUNT: Final = 64
+_TRIES: Final = 2
+"""The faster of so many: the first may meet a busy moment."""
+
+
+class Chosen(NamedTuple):
+    """How a pull is moved."""
+
+    choice: Choice
+    chunks: int
+    """0: it is read directly."""
+
+
+@dataclass(slots=True)
+class _Busy:
+    """A time in which at least one read of a path ran."""
+
+    since: float
+    running: int = 0
+    descriptors: int = 0
+    bytes: int = 0
+
+    def add(self, tallies: Iterable[ReadTally]) -> None:
+        for tally in tallies:
+            self.descriptors += tally.descriptors
+            self.bytes += tally.bytes
+
+
+@dataclass(slots=True)
+class Chooser:
+    """Knows the rates of every path of this rank. Thread-safe."""
+
+    mode: Mode
+    engine: TransferEngine
+    packer: Packer
+    _paths: dict[str, Measured] = field(default_factory=dict)
+    _busy: dict[str, _Busy] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def choose(self, start: StartRead, descriptors: Descriptors, deadline: Deadline) -> Chosen:
+        """How to move what `descriptors` name; measures the path first where nothing is known of it."""
+        peer, staging = start.transport_session, start.staging
+        if self.mode is Mode.AUTO and staging is not None:
+            self._measure(peer, start.plan.producer.buffers[0], deadline)
+        chunk_bytes = 0 if staging is None else staging.slot_bytes
+        choice = choose(
+            self.rates(peer),
+            self.mode,
+            descriptors=descriptors.count,
+            length_bytes=descriptors.bytes,
+            chunks=-(-descriptors.bytes // max(chunk_bytes, 1)),
+            slots=0 if staging is None else staging.slots,
+            obstacle=_obstacle(start),
+        )
+        staged = choice.mode is Mode.STAGED and descriptors.count > 0
+        return Chosen(choice, self.packer.chunks(start.plan, start.ranges, chunk_bytes).count if staged else 0)
+
+    def rates(self, peer: str) -> Rates:
+        """What is believed of the path to a peer."""
+        with self._lock:
+            return self._paths.get(peer, Measured()).rates
+
+    @contextmanager
+    def watching(self, peer: str) -> Iterator[list[ReadTally]]:
+        """Around one read: what it puts into the list is counted when no read of this path runs any more.
+
+        Reads overlap, so what one of them takes says little; what all of them took together is the path's rate.
+        """
+        with self._lock:
+            busy = self._busy.setdefault(peer, _Busy(time.perf_counter()))
+            busy.running += 1
+        tallies: list[ReadTally] = []
+        try:
+            yield tallies
+        finally:
+            with self._lock:
+                busy.running -= 1
+                busy.add(tallies)
+                if not busy.running:
+                    del self._busy[peer]
+                    seconds = time.perf_counter() - busy.since
+                    self._refine_locked(peer, lambda known: known.read(busy.descriptors, busy.bytes, seconds))
+
+    def unpacked(self, chunk: StartChunk, scatter_s: float) -> None:
+        """A chunk was packed there and unpacked here."""
+        length = chunk.length_bytes
+        with self._lock:
+            self._refine_locked(
+                chunk.transport_session,
+                lambda known: known.gathered(length, 1e-6 * chunk.gather_us).scattered(length, scatter_s),
+            )
+
+    def _refine_locked(self, peer: str, change: Callable[[Measured], Measured]) -> None:
+        self._paths[peer] = change(self._paths.get(peer, Measured()))
+
+    def _measure(self, peer: str, source: Buffer, deadline: Deadline) -> None:
+        with self._lock:
+            if peer in self._paths:
+                return
+            self._paths[peer] = Measured()  # who comes meanwhile takes the defaults
+        try:
+            found = self._probe(peer, source, deadline)
+        except TransferError as error:
+            logger.debug("the path to %s was not measured: %s", peer, error)
+            return
+        with self._lock:
+            self._paths[peer] = Measured(found)
+        logger.info("path to %s: %s", peer, found)
+
+    def _probe(self, peer: str, source: Buffer, deadline: Deadline) -> Rates:
+        small = min(_SMALL_COUNT, source.length_bytes // _SMALL_BYTES)
+        large = min(SCRATCH_BYTES, source.length_bytes)
+        self._timed(peer, source, 1, 1, deadline)  # connects
+        rates = Rates()
+        if small == _SMALL_COUNT:
+            seconds = min(self._timed(peer, source, small, _SMALL_BYTES, deadline) for _ in range(_TRIES))
+            rates = msgspec.structs.replace(rates, descriptor_s=seconds / small)
+        if large == SCRATCH_BYTES:
+            seconds = min(self._timed(peer, source, 1, large, deadline) for _ in range(_TRIES))
+            rates = msgspec.structs.replace(rates, bytes_per_s=large / seconds)
+        return rates
+
+    def _timed(self, peer: str, source: Buffer, count: int, length: int, deadline: Deadline) -> float:
+        """Seconds to read so many pieces, each as a descriptor of its own."""
+        steps = np.arange(count, dtype=np.int64) * length
+        into = self.packer.ring.scratch + steps
+        began = time.perf_counter()
+        self.engine.read(
+            peer, Descriptors(source.address + steps, into, np.full(count, length, np.int64)), deadline=deadline
+        )
+        return max(time.perf_counter() - began, 1e-9)
+
+
+def _obstacle(start: StartRead) -> str | None:
+    """Why a pull cannot be staged."""
+    if start.staging is None:
+        return "one of the two sides has no staging memory"
+    needed = smallest_slot(start.plan)
+    if needed > start.staging.slot_bytes:
+        return f"a piece of {needed} bytes cannot be cut and slots have {start.staging.slot_bytes}"
+    return None

@@ -1,0 +1,75 @@
+"""Carrying out Gather: a producer rank packs what a consumer rank asks for, in worker threads."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mooncake_hetero_tp.core.cuts import plan_of_cuts
+from mooncake_hetero_tp.core.effects import Gather, GatherId, GatherOutcome
+from mooncake_hetero_tp.core.messages import PairCut
+from mooncake_hetero_tp.core.pairing import PairPlan
+from mooncake_hetero_tp.core.regions import RankTable
+from mooncake_hetero_tp.errors import HeteroTPError
+from mooncake_hetero_tp.io.packer import Packer, StagedPull
+from mooncake_hetero_tp.io.pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+_KEPT_PLANS = 64
+"""Pairs of this rank with a consumer rank."""
+
+
+@dataclass(slots=True)
+class Gathers:
+    """Gathers under way. `start` returns at once; `done` is called in a worker thread."""
+
+    packer: Packer
+    pool: WorkerPool
+    done: Callable[[GatherId, GatherOutcome], None]
+
+    def start(self, gather: Gather) -> None:
+        """Queue a gather."""
+        self.pool.submit(lambda: self.done(gather.gather_id, self._outcome(gather)))
+
+    def _outcome(self, gather: Gather) -> GatherOutcome:
+        began = time.perf_counter()
+        try:
+            length_bytes = self._pack(gather)
+        except HeteroTPError as error:
+            return GatherOutcome(error=str(error))
+        except Exception as error:  # a bug, or memory: whatever it is, the gather has an outcome
+            logger.exception("packing chunk %d for %s failed unexpectedly", gather.chunk, gather.consumer)
+            return GatherOutcome(error=repr(error))
+        return GatherOutcome(length_bytes, round(1e6 * (time.perf_counter() - began)))
+
+    def _pack(self, gather: Gather) -> int:
+        plan = _plan(gather.consumer_table, self.packer.table, gather.cuts)
+        pull = StagedPull(plan, gather.ranges, gather.chunk_bytes, gather.blocks)
+        return self.packer.pack((gather.consumer, gather.request_id), pull, gather.chunk, gather.slot)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two tables by identity: a session's and this rank's own are the same objects all the time."""
+
+    consumer: RankTable
+    producer: RankTable
+
+    def __hash__(self) -> int:
+        return hash((id(self.consumer), id(self.producer)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Pair) and self.consumer is other.consumer and self.producer is other.producer
+
+
+def _plan(consumer: RankTable, producer: RankTable, cuts: tuple[PairCut, ...]) -> PairPlan:
+    return _known_plan(_Pair(consumer, producer), cuts)
+
+
+@lru_cache(maxsize=_KEPT_PLANS)
+def _known_plan(pair: _Pair, cuts: tuple[PairCut, ...]) -> PairPlan:
+    return plan_of_cuts(pair.consumer, pair.producer, cuts)

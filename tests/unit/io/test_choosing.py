@@ -1,0 +1,176 @@
+"""Direct or staged: obstacles, measuring a path, refining what is known of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mooncake_hetero_tp.core.binding import Descriptors
+from mooncake_hetero_tp.core.cost import Mode, Rates
+from mooncake_hetero_tp.core.effects import ReadId, StartChunk, StartRead
+from mooncake_hetero_tp.core.messages import Offer
+from mooncake_hetero_tp.core.plan import plan_pulls
+from mooncake_hetero_tp.core.slots import Slot
+from mooncake_hetero_tp.errors import TransferError
+from mooncake_hetero_tp.io.choosing import Chooser, Chosen
+from mooncake_hetero_tp.io.packer import Packer
+from mooncake_hetero_tp.io.staging import SCRATCH_BYTES, RingSize, StagingRing
+from mooncake_hetero_tp.io.transfer import Deadline, ReadTally
+from mooncake_hetero_tp.native.executor import host_executor
+from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank, RequestId, TokenRange
+from tests.tables import Dense
+
+SIZE = RingSize(slot_bytes=1 << 20, slots=4)
+OFFER = Offer(SIZE.slot_bytes, SIZE.slots)
+PRODUCER = Identity(EngineId("p"), Incarnation("aa"), Rank())
+PEER = "127.0.0.1:1"
+TOKENS = 512
+
+
+class PacedEngine:
+    """An engine that takes `descriptor_s` a descriptor and moves nothing."""
+
+    def __init__(self, descriptor_s: float = 0.0) -> None:
+        self.descriptor_s = descriptor_s
+        self.reads: list[Descriptors] = []
+        self.broken = False
+
+    def read(self, _peer: str, descriptors: Descriptors, *, deadline: Deadline) -> ReadTally:
+        assert deadline.at > 0
+        if self.broken:
+            raise TransferError("broken")
+        self.reads.append(descriptors)
+        time.sleep(self.descriptor_s * descriptors.count)
+        return ReadTally(descriptors.bytes, descriptors.count, 1)
+
+
+class Bench:
+    """A path on which TP1 -> TP2 reads many small pieces."""
+
+    def __init__(self, mode: Mode = Mode.AUTO, engine: PacedEngine | None = None) -> None:
+        shape = {"heads": 4, "layers": 4, "tokens": 16, "blocks": 64, "head_size": 64}
+        self.producer = Dense(**shape).table()  # type: ignore[arg-type]
+        self.consumer = Dense(**shape, tp=2, base=1 << 41).table()  # type: ignore[arg-type]
+        self.plan = plan_pulls(self.consumer, {Rank(): self.producer})[Rank()]
+        self.engine = engine or PacedEngine()
+        ring = StagingRing(1 << 42, SIZE, lambda: None)
+        packer = Packer(self.consumer, ring, host_executor(), null_block=0)
+        self.chooser = Chooser(mode, self.engine, packer)  # type: ignore[arg-type]
+
+    def start(self, staging: Offer | None = OFFER) -> StartRead:
+        blocks = (np.arange(1, 1 + TOKENS // 16),)
+        return StartRead(
+            read_id=ReadId(1),
+            request_id=RequestId("r"),
+            producer=PRODUCER,
+            transport_session=PEER,
+            plan=self.plan,
+            ranges=(TokenRange(0, TOKENS),),
+            producer_blocks=blocks,
+            consumer_blocks=blocks,
+            deadline=1.0,
+            staging=staging,
+        )
+
+    def choose(self, descriptors: int, **start: Any) -> Chosen:
+        pieces = np.arange(descriptors, dtype=np.int64) * 8192
+        wanted = Descriptors(pieces, pieces, np.full(descriptors, 4096, np.int64))
+        return self.chooser.choose(self.start(**start), wanted, Deadline(1.0))
+
+
+def test_many_small_pieces_are_staged_and_a_few_are_not() -> None:
+    bench = Bench(engine=PacedEngine(100e-6))
+    many, few = bench.choose(4096), bench.choose(2)
+    assert (many.choice.mode, few.choice.mode) == (Mode.STAGED, Mode.DIRECT)
+    assert many.chunks == bench.chooser.packer.chunks(bench.plan, (TokenRange(0, TOKENS),), SIZE.slot_bytes).count > 0
+    assert few.chunks == 0
+    assert "4096 descriptors" in many.choice.why
+
+
+@pytest.mark.parametrize("mode", [Mode.AUTO, Mode.STAGED])
+def test_a_peer_without_a_ring_is_read_directly(mode: Mode) -> None:
+    chosen = Bench(mode).choose(4096, staging=None)
+    assert (chosen.choice.mode, chosen.chunks) == (Mode.DIRECT, 0)
+    assert "no staging memory" in chosen.choice.why
+
+
+def test_slots_too_small_for_one_piece_mean_direct() -> None:
+    chosen = Bench(Mode.STAGED).choose(4096, staging=Offer(16, 4))
+    assert chosen.choice.mode is Mode.DIRECT
+    assert "cannot be cut and slots have 16" in chosen.choice.why
+
+
+def test_what_is_set_is_done_without_measuring() -> None:
+    bench = Bench(Mode.STAGED)
+    assert bench.choose(2).choice.mode is Mode.STAGED
+    assert bench.engine.reads == []
+
+
+def test_a_path_is_measured_once_into_the_scratch_space() -> None:
+    bench = Bench(engine=PacedEngine(50e-6))
+    bench.choose(4)
+    found = bench.chooser.rates(PEER)
+    assert 50e-6 <= found.descriptor_s < 1e-3
+    ring = bench.chooser.packer.ring
+    assert all((read.dst >= ring.scratch).all() for read in bench.engine.reads)
+    assert all((read.dst + read.length <= ring.scratch + SCRATCH_BYTES).all() for read in bench.engine.reads)
+    source = bench.producer.buffers[0]
+    assert all((read.src >= source.address).all() for read in bench.engine.reads)
+    assert all((read.src + read.length <= source.end).all() for read in bench.engine.reads)
+    measured = len(bench.engine.reads)
+    bench.choose(4)
+    assert len(bench.engine.reads) == measured
+
+
+def test_a_path_that_cannot_be_measured_has_the_default_rates() -> None:
+    bench = Bench()
+    bench.engine.broken = True
+    bench.choose(4)
+    assert bench.chooser.rates(PEER) == Rates()
+
+
+def test_overlapping_reads_count_together() -> None:
+    """Two reads of 100 descriptors each, at once: the path took both in the time of one."""
+    bench = Bench(Mode.STAGED)
+    before = bench.chooser.rates(PEER).descriptor_s
+    with bench.chooser.watching(PEER) as outer:
+        with bench.chooser.watching(PEER) as inner:
+            time.sleep(0.01)
+            inner.append(ReadTally(100, 1000, 1))
+        assert bench.chooser.rates(PEER).descriptor_s == before, "one still runs"
+        outer.append(ReadTally(100, 1000, 1))
+    assert bench.chooser.rates(PEER).descriptor_s < before, "2,000 in some 10 ms is faster than 25 us each"
+
+
+def test_a_read_that_fails_teaches_nothing() -> None:
+    bench = Bench(Mode.STAGED)
+    with pytest.raises(TransferError), bench.chooser.watching(PEER):
+        raise TransferError("broken")
+    assert bench.chooser.rates(PEER) == Rates()
+
+
+def test_chunks_refine_the_rates_of_packing() -> None:
+    bench = Bench(Mode.STAGED)
+    chunk = StartChunk(
+        read_id=ReadId(2),
+        request_id=RequestId("r"),
+        producer=PRODUCER,
+        transport_session=PEER,
+        address=1,
+        length_bytes=1 << 20,
+        gather_us=10_000,
+        slot=Slot(0),
+        chunk=0,
+        chunk_bytes=1 << 20,
+        plan=bench.plan,
+        ranges=(TokenRange(0, TOKENS),),
+        consumer_blocks=(),
+        deadline=1.0,
+    )
+    bench.chooser.unpacked(chunk, scatter_s=1e-6)
+    found, default = bench.chooser.rates(PEER), Rates()
+    assert found.gather_bytes_per_s < default.gather_bytes_per_s
+    assert found.scatter_bytes_per_s > default.scatter_bytes_per_s

@@ -1,0 +1,99 @@
+"""Packing chunks into ring slots and unpacking them, in real memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mooncake_hetero_tp.core.plan import plan_pulls
+from mooncake_hetero_tp.core.slots import Slot
+from mooncake_hetero_tp.errors import PlanError
+from mooncake_hetero_tp.io.packer import Packer, StagedPull
+from mooncake_hetero_tp.io.staging import RingSize, host_ring
+from mooncake_hetero_tp.native.executor import host_executor
+from mooncake_hetero_tp.types import Rank, TokenRange
+from tests.oracle_memory import Arena, Layer, SideSpec, build_rank
+
+LAYERS = [Layer("a", units=2, channels=4), Layer("b", units=2, channels=4)]
+NOTHING = TokenRange(0, 0)
+RANGES = (TokenRange(0, 10), NOTHING)
+SIZE = RingSize(slot_bytes=256, slots=2)
+
+
+class Bench:
+    """Two ranks of unlike layouts and block sizes, a ring for each."""
+
+    def __init__(self) -> None:
+        specs = SideSpec(block_size=4, num_blocks=8), SideSpec(block_size=8, num_blocks=8, layout="BLNHC")
+        self.producer, self.consumer = (build_rank(spec, LAYERS, 2, Rank(), Arena(1 << 16)) for spec in specs)
+        self.rings = host_ring(SIZE), host_ring(SIZE)
+        self.sender, self.receiver = (
+            Packer(memory.table, ring, host_executor(), null_block=0)
+            for memory, ring in zip((self.producer, self.consumer), self.rings, strict=True)
+        )
+        self.blocks = (np.array([2, 5, 7]), np.array([1])), (np.array([4, 1]), np.array([1]))
+        plan = plan_pulls(self.consumer.table, {Rank(): self.producer.table})[Rank()]
+        self.sent, self.received = (StagedPull(plan, RANGES, SIZE.slot_bytes, blocks) for blocks in self.blocks)
+        self.count = self.sender.chunks(plan, RANGES, SIZE.slot_bytes).count
+
+    def move(self, chunk: int, slot: Slot) -> int:
+        """One chunk through slot `slot` of both rings; the bytes that arrive."""
+        length = self.sender.pack("p", self.sent, chunk, slot)
+        source, target = (view(ring.address_of(slot), length) for ring in self.rings)
+        target[:] = source
+        return self.receiver.unpack("c", self.received, chunk, slot, length)
+
+
+def view(address: int, length: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    one = Bench()
+    yield one
+    for ring in one.rings:
+        ring.close()
+
+
+def test_all_chunks_make_the_whole_pull(bench: Bench) -> None:
+    bench.producer.fill(bench.blocks[0], RANGES)
+    bench.consumer.memory[:] = 0xAB
+    assert bench.count > 2
+    moved = sum(bench.move(chunk, Slot(chunk % 2)) for chunk in reversed(range(bench.count)))
+    assert moved == 10 * 2 * 2 * 2 * 4 * 2
+    expected = np.full_like(bench.consumer.memory, 0xAB)
+    bench.consumer.fill(bench.blocks[1], RANGES, expected)
+    assert np.array_equal(bench.consumer.memory, expected)
+
+
+def test_a_chunk_of_another_length_is_not_unpacked(bench: Bench) -> None:
+    length = bench.sender.pack("p", bench.sent, 0, Slot(0))
+    bench.consumer.memory[:] = 0xAB
+    with pytest.raises(PlanError, match=rf"chunk 0: the producer packed {length - 1} bytes, expected {length}"):
+        bench.receiver.unpack("c", bench.received, 0, Slot(0), length - 1)
+    assert (bench.consumer.memory == 0xAB).all()
+
+
+@pytest.mark.parametrize("chunk", [-1, 1000])
+def test_there_is_no_chunk_outside(bench: Bench, chunk: int) -> None:
+    with pytest.raises(PlanError, match=f"chunk {chunk} of a pull of {bench.count}"):
+        bench.sender.pack("p", bench.sent, chunk, Slot(0))
+
+
+def test_a_null_page_is_refused(bench: Bench) -> None:
+    pull = StagedPull(bench.sent.plan, RANGES, SIZE.slot_bytes, (np.array([2, 0, 7]), np.array([1])))
+    with pytest.raises(PlanError, match="null page"):
+        bench.sender.pack("p", pull, 0, Slot(0))
+
+
+def test_a_key_that_is_used_again_is_made_anew(bench: Bench) -> None:
+    bench.producer.fill(bench.blocks[0], RANGES)
+    bench.sender.pack("p", bench.sent, 0, Slot(0))
+    first = view(bench.rings[0].address_of(0), SIZE.slot_bytes).copy()
+    other = StagedPull(bench.sent.plan, RANGES, SIZE.slot_bytes, (np.array([1, 3, 4]), np.array([1])))
+    bench.sender.pack("p", other, 0, Slot(0))
+    assert not np.array_equal(view(bench.rings[0].address_of(0), SIZE.slot_bytes), first)
