@@ -21,8 +21,10 @@ from mooncake_hetero_tp.core.effects import (
     Send,
     StartRead,
 )
+from mooncake_hetero_tp.core.messages import Offer
 from mooncake_hetero_tp.core.producer import ProducerConfig, ProducerMachine
 from mooncake_hetero_tp.core.regions import Group, RankTable
+from mooncake_hetero_tp.core.shelf import Ring
 from mooncake_hetero_tp.types import (
     EngineId,
     Identity,
@@ -107,8 +109,8 @@ class Numbers:
 
 
 def producer_machine(tp: int = 0, *, tp_size: int = 1, incarnation: str = "00000000000000aa", **options: Any) -> Any:
-    """A producer rank; `options` override its config, or `table`, `compare`, `validate`, `draw`."""
-    extra = {name: options.pop(name) for name in ("compare", "validate", "draw", "table") if name in options}
+    """A producer rank; `options` override its config, or `table`, `compare`, `validate`, `draw`, `ring`."""
+    extra = {name: options.pop(name) for name in ("compare", "validate", "draw", "table", "ring") if name in options}
     return ProducerMachine(
         identity(PREFILL, tp, incarnation),
         extra.pop("table", rank_table(tp_size)),
@@ -131,8 +133,8 @@ def plan_all(_own: RankTable, tables: Mapping[Rank, RankTable]) -> dict[Rank, Wh
 
 
 def consumer_machine(tp: int = 0, **options: Any) -> ConsumerMachine:
-    """A consumer rank; `options` override its config, or `table`, `planner`, `validate`, `draw`."""
-    extra = {name: options.pop(name) for name in ("planner", "validate", "draw", "table") if name in options}
+    """A consumer rank; `options` override its config, or `table`, `planner`, `validate`, `draw`, `cuts`."""
+    extra = {name: options.pop(name) for name in ("planner", "validate", "draw", "table", "cuts") if name in options}
     config = {
         "deadline_s": 80.0,
         "connect_timeout_s": 12.0,
@@ -147,8 +149,13 @@ def consumer_machine(tp: int = 0, **options: Any) -> ConsumerMachine:
         extra.pop("table", rank_table()),
         ConsumerConfig(**{**config, **options}),
         draw=extra.pop("draw", Numbers(50)),
-        **{"planner": plan_all, "validate": lambda _table: None, **extra},
+        **{"planner": plan_all, "validate": lambda _table: None, "cuts": lambda _plan: (), **extra},
     )
+
+
+def ring(slot_bytes: int = 100, slots: int = 4) -> Ring:
+    """A producer's ring whose slots lie 1000 bytes apart."""
+    return Ring(Offer(slot_bytes, slots), lambda slot: 1000 * (slot + 1))
 
 
 @dataclass

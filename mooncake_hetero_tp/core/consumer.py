@@ -154,13 +154,13 @@ class ConsumerMachine:
                 self._pull_due(due, now)
             else:
                 self._fail(due, f"not loaded within {self._config.deadline_s:g} s; {due.whereabouts}")
-        for pull in self._reader.silent(now):
+        for pull in self._reader.stagings.silent(now):
             self._fail(pull.request, f"{pull.name}: {self._silence(pull)}")
         return self._take(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do; None: nothing is timed."""
-        dues = (self._timers.next_due(), self._links.next_deadline(), self._reader.next_deadline())
+        dues = (self._timers.next_due(), self._links.next_deadline(), self._reader.stagings.next_deadline())
         return min((due for due in dues if due is not None), default=None)
 
     def close(self, now: float) -> list[ConsumerEffect]:
@@ -173,7 +173,7 @@ class ConsumerMachine:
     @property
     def drained(self) -> bool:
         """Whether every started request has been reported, and nothing may write into our ring."""
-        return not self._requests and not self._reader.fencing
+        return not self._requests and not self._reader.stagings.fencing
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class ConsumerMachine:
             case Waiting():
                 if pull.stage is Stage.ASKED:
                     self._asker.ask_later(pull, now + self._config.heartbeat_s)
-                self._reader.on_waiting(pull, now)
+                self._reader.stagings.on_waiting(pull, now)
             case Ready():
                 if pull.step(StageEvent.READY):
                     pull.backoff.heard(now)
@@ -350,7 +350,7 @@ class ConsumerMachine:
         while settled := self._links.take_settled():
             for link in settled:
                 self._on_settled(link, now)
-        self._reader.flush(now)
+        self._reader.stagings.flush(now)
         out = self._links.take_effects() + self._out
         self._out.clear()
         return out

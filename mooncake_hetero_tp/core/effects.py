@@ -150,7 +150,10 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Gather(msgspec.Struct, frozen=True, eq=False):
-    """Producer: pack one chunk of a pull into a slot of our ring."""
+    """Producer: pack one chunk of a pull into a slot of our ring.
+
+    Its blocks may be freed while it runs; the machine tells nobody of what it then left in the slot.
+    """
 
     gather_id: GatherId
     request_id: RequestId

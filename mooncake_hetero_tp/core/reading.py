@@ -14,6 +14,8 @@ from mooncake_hetero_tp.core.effects import (
     ConsumerEffect,
     ExtendRead,
     FenceRead,
+    Level,
+    Notice,
     ReadId,
     ReadOutcome,
     StartRead,
@@ -53,19 +55,11 @@ class Reader:
         self._read_ids = map(ReadId, count(1))
         self._reads: dict[ReadId, PairPull] = {}
         """StartReads that have not returned, or not been fenced."""
-        self._stagings = Stagings(config, self._read_ids, cuts, out)
-        self.silent = self._stagings.silent
-        self.next_deadline = self._stagings.next_deadline
-        self.flush = self._stagings.flush
+        self.stagings = Stagings(config, self._read_ids, cuts, out)
 
     def __len__(self) -> int:
         """Reads that have not returned or not been fenced, and staged pulls."""
-        return len(self._reads) + len(self._stagings)
-
-    @property
-    def fencing(self) -> bool:
-        """Whether anything may still write into the ring."""
-        return self._stagings.fencing
+        return len(self._reads) + len(self.stagings)
 
     # --- leases ----------------------------------------------------------------------------------
 
@@ -84,7 +78,7 @@ class Reader:
         pull.deadline = deadline
         for read_id in self._running(pull):
             self._out.append(ExtendRead(read_id, deadline))
-        self._stagings.remind(pull)
+        self.stagings.remind(pull)
         self._asker.renew_later(pull, deadline - pull.lease_s, now)
 
     def end_lease(self, pull: PairPull) -> None:
@@ -94,7 +88,7 @@ class Reader:
 
     def give_up(self, pull: PairPull) -> None:
         """The pull was dropped; over at once where nothing of it runs."""
-        self._stagings.drop(pull)
+        self.stagings.drop(pull)
         if pull.stage is Stage.STOPPING:
             self._stop(pull)
             self._let_go(pull)
@@ -105,16 +99,14 @@ class Reader:
 
     def on_staged(self, pull: PairPull, message: Staged, now: float) -> None:
         """Read the chunk, if it is one that is asked for."""
-        if (wrong := self._stagings.on_staged(pull, message, now)) is not None:
+        if (wrong := self.stagings.on_staged(pull, message, now)) is not None:
             self._fail(pull.request, f"{pull.name}: {wrong}")
-
-    def on_waiting(self, pull: PairPull, now: float) -> None:
-        self._stagings.on_waiting(pull, now)
 
     def fall_back(self, pull: PairPull) -> None:
         """The producer cannot stage it: read it directly, as soon as no chunk of it is being read."""
-        self._stagings.fall_back(pull)
-        self._go_on(pull)
+        if self.stagings.fall_back(pull):
+            self._out.append(Notice(Level.WARNING, f"{pull.name} cannot stage a pull; it is read directly"))
+            self._go_on(pull)
 
     # --- answers of the driver -------------------------------------------------------------------
 
@@ -124,7 +116,7 @@ class Reader:
         Raises:
             LocalUsageError: no such read is running, or it asks for chunks and cannot; nothing changes.
         """
-        chunk, pull = self._stagings.running(read_id), self._reads.get(read_id)
+        chunk, pull = self.stagings.running(read_id), self._reads.get(read_id)
         if chunk is None and (pull is None or pull.stage not in (Stage.READING, Stage.STOPPING)):
             raise LocalUsageError(f"read {read_id}: expected a read that runs; it was never started or has finished")
         if outcome.chunks and (pull is None or self._offer(pull) is None):
@@ -140,7 +132,7 @@ class Reader:
         Raises:
             LocalUsageError: no fence was asked for; nothing changes.
         """
-        if self._stagings.fenced(read_id):
+        if self.stagings.fenced(read_id):
             return
         pull = self._reads.get(read_id)
         if pull is None or not pull.step(StageEvent.FENCED):
@@ -170,7 +162,7 @@ class Reader:
     def _on_chunk(self, chunk: ChunkFetch, outcome: ReadOutcome) -> None:
         pull = chunk.staging.pull
         failure = read_failure(pull, outcome)
-        self._stagings.returned(chunk, outcome, counts=failure is None)
+        self.stagings.returned(chunk, outcome, counts=failure is None)
         if failure and pull.stage is Stage.STAGING:
             pull.request.link.suspect |= not (outcome.ok or pull.stopped)
             self._fail(pull.request, f"{pull.name}: {failure}")
@@ -181,7 +173,7 @@ class Reader:
     # --- reads -----------------------------------------------------------------------------------
 
     def _offer(self, pull: PairPull) -> Offer | None:
-        return None if pull.direct_only else self._stagings.offer(pull)
+        return None if pull.direct_only else self.stagings.offer(pull)
 
     def _read(self, pull: PairPull) -> None:
         pull.read_id = next(self._read_ids)
@@ -206,12 +198,12 @@ class Reader:
         """Its read has moved nothing, and goes on chunk by chunk."""
         offer = self._offer(pull)
         self._end_read(pull)
-        self._stagings.begin(pull, chunks, offer.slot_bytes if offer else 0)
+        self.stagings.begin(pull, chunks, offer.slot_bytes if offer else 0)
         self._go_on(pull)
 
     def _go_on(self, pull: PairPull) -> None:
         """A staged pull may be complete, or beyond hope, or done with the last chunk before a fallback."""
-        staging = self._stagings.of(pull)
+        staging = self.stagings.of(pull)
         if staging is None or pull.stage is not Stage.STAGING:
             return
         if staging.complete:
@@ -223,14 +215,14 @@ class Reader:
         elif staging.falls_back and not staging.running:
             pull.step(StageEvent.DIRECT)
             pull.direct_only = True
-            self._stagings.forget(pull)
+            self.stagings.forget(pull)
             self._read(pull)
 
     # --- ends ------------------------------------------------------------------------------------
 
     def _running(self, pull: PairPull) -> list[ReadId]:
         """Its reads that have not returned."""
-        return [pull.read_id] if pull.read_id is not None else self._stagings.reads_of(pull)
+        return [pull.read_id] if pull.read_id is not None else self.stagings.reads_of(pull)
 
     def _stop(self, pull: PairPull) -> None:
         if not pull.stopped:
@@ -251,5 +243,5 @@ class Reader:
     def _forget(self, pull: PairPull) -> None:
         """No message and no read of this pull means anything any more."""
         self._pulls.pop(pull.number, None)
-        self._stagings.forget(pull)
+        self.stagings.forget(pull)
         self._end_read(pull)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import count
 
-from mooncake_hetero_tp.core.effects import Gather, GatherId, GatherOutcome, ProducerEffect, Reply
+from mooncake_hetero_tp.core.effects import Gather, GatherId, GatherOutcome, Level, Notice, ProducerEffect, Reply
 from mooncake_hetero_tp.core.leases import PullEntry, PullKey, Transfer
 from mooncake_hetero_tp.core.messages import Gone, GoneReason, Offer, ProducerMessage, Stage, Staged, Waiting
 from mooncake_hetero_tp.core.regions import RankTable
@@ -130,6 +130,7 @@ class Shelf:
         if chunk.state is Shelved.DOOMED:
             self._free_doomed(chunk, outcome)
         elif outcome.error is not None:
+            self._notice(staged, chunk, outcome.error)
             self._give_up(staged, chunk, now)
         else:
             chunk.step(ShelvedEvent.FILLED)
@@ -178,6 +179,7 @@ class Shelf:
         self._drop_chunks(staged, [number for number in staged.chunks if number not in message.wanted])
         if staged.refused:
             self._refuse(staged)
+            self._serve()
         else:
             self._add_chunks(staged, message, repeated=repeated)
 
@@ -274,6 +276,10 @@ class Shelf:
         chunk.step(ShelvedEvent.FILLED if outcome.error is None else ShelvedEvent.FAILED)
         if chunk.slot is not None:
             self._slots.end_quarantine(chunk.slot)
+
+    def _notice(self, staged: StagedPull, chunk: ShelfChunk, error: str) -> None:
+        text = f"request {staged.transfer.request_id}: chunk {chunk.number} cannot be staged: {error}"
+        self._out.append(Notice(Level.WARNING, f"{text}; {staged.pull.session.consumer} is told to read directly"))
 
     def _answer(self, pull: PullEntry, message: ProducerMessage) -> None:
         self._out.append(Reply(pull.peer, message))

@@ -38,7 +38,7 @@ class SlotTable(Generic[Owner]):
         self._holders: dict[Slot, Owner] = {}
         self._quarantined: set[Slot] = set()
         self._accounts: OrderedDict[Owner, _Account] = OrderedDict()
-        """Whoever holds or wants slots, in the order of turns: the one served last is at the end."""
+        """Whoever holds or wants slots, in the order of turns: whoever got or gave back a slot goes to the end."""
 
     @property
     def share(self) -> int:
@@ -132,6 +132,7 @@ class SlotTable(Generic[Owner]):
             raise LocalUsageError(f"slot {slot}: expected one that is held")
         account = self._accounts[owner]
         account.held -= 1
+        self._accounts.move_to_end(owner)
         self._close(owner, account)
 
     def _close(self, owner: Owner, account: _Account) -> None:

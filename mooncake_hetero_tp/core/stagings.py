@@ -104,7 +104,7 @@ class Stagings:
         self._read_ids = read_ids
         self._cuts = cuts
         self._out = out
-        self._window = min(config.staging_window, MAX_WANTED)
+        self._window = max(1, min(config.staging_window, MAX_WANTED))
         self._slots: SlotTable[Staging] = SlotTable(config.staging.slots if config.staging else 0)
         self._by_pull: dict[PairPull, Staging] = {}
         self._reads: dict[ReadId, ChunkFetch] = {}
@@ -228,13 +228,15 @@ class Stagings:
         self._slots.end_quarantine(chunk.slot)
         return True
 
-    def fall_back(self, pull: PairPull) -> None:
-        """Ask for no chunk any more; those being read go on."""
+    def fall_back(self, pull: PairPull) -> bool:
+        """Ask for no chunk any more; those being read go on. False: nothing was asked for."""
         staging = self._by_pull.get(pull)
-        if staging is not None and not staging.falls_back and not staging.dropped:
-            staging.falls_back = True
-            self._give_up_asking(staging)
-            self._changed[staging] = None
+        if staging is None or staging.falls_back or staging.dropped:
+            return False
+        staging.falls_back = True
+        self._give_up_asking(staging)
+        self._changed[staging] = None
+        return True
 
     def drop(self, pull: PairPull) -> None:
         """Given up: what is being read does not count; slots of what is not go back."""
@@ -302,13 +304,15 @@ class Stagings:
 
     def _say(self, staging: Staging) -> None:
         pull = staging.pull
+        if pull.stopped:  # what we hold of the producer's went with the lease
+            return
         ranges = pull.request.asked.ranges
         message = Stage(pull.session, pull.number, staging.serial, tuple(staging.chunks), ranges, staging.cuts)
         self._out.append(Send(pull.address, message))
 
     def _await(self, staging: Staging, now: float) -> None:
         """Come back when it is to be repeated, or the producer counts as silent."""
-        if staging.falls_back:  # refused is refused
+        if staging.falls_back or staging.pull.stopped:  # refused is refused, and over is over
             return
         repeat = staging.backoff.sent(now)
         since = now if staging.backoff.silent_since is None else staging.backoff.silent_since
@@ -317,7 +321,7 @@ class Stagings:
     def _on_answer(self, staging: Staging, next_at: float) -> None:
         staging.heard = True
         staging.backoff.heard(next_at)
-        if staging.unanswered and not (staging.falls_back or staging.dropped):
+        if staging.unanswered and not (staging.falls_back or staging.pull.stopped):
             self._timers.arm(staging, next_at)
         else:
             self._timers.disarm(staging)

@@ -261,7 +261,7 @@ def _slots_of(machine: Any) -> SlotTable[Any] | None:
         case ProducerMachine():
             return machine._shelf._slots
         case ConsumerMachine():
-            return machine._reader._stagings._slots
+            return machine._reader.stagings._slots
         case _:
             return None
 

@@ -30,3 +30,12 @@ def test_an_answer_ends_silence_and_starts_small_again() -> None:
     backoff.heard(9.0)
     assert (backoff.silent_for(5.0), backoff.next_at) == (0.0, 9.0)
     assert backoff.sent(9.0) == 9.25
+
+
+def test_a_changed_question_is_repeated_soon_but_its_addressee_is_as_silent_as_before() -> None:
+    backoff = Backoff(0.25, 1.0)
+    backoff.sent(1.0)
+    backoff.sent(1.25)
+    backoff.restart()
+    assert backoff.sent(2.0) == 2.25
+    assert backoff.silent_for(2.0) == 1.0
