@@ -111,7 +111,7 @@ class Shelf:
         staged = known or self._new(pull, transfer, message)
         if staged is None:
             self._answer(pull, Gone(*pull.key, GoneReason.NO_STAGING))
-        elif self._differs(staged, message) if known else self._beyond_pull(staged):
+        elif _differs(staged.asked, message) if known else self._beyond_pull(staged):
             self._answer(pull, Gone(*pull.key, GoneReason.BAD_RANGES))
         elif message.serial >= staged.asked.serial:
             self._pulls[pull.key] = staged
@@ -154,9 +154,6 @@ class Shelf:
         if self._ring is None or theirs is None or table is None:
             return None
         return StagedPull(pull, transfer, table, min(self._ring.offer.slot_bytes, theirs.slot_bytes), message)
-
-    def _differs(self, staged: StagedPull, message: Stage) -> bool:
-        return (message.ranges, message.cuts) != (staged.asked.ranges, staged.asked.cuts)
 
     def _beyond_pull(self, staged: StagedPull) -> bool:
         """Whether it asks for what its Pull did not, and so for what nobody has checked."""
@@ -283,3 +280,8 @@ class Shelf:
 
     def _answer(self, pull: PullEntry, message: ProducerMessage) -> None:
         self._out.append(Reply(pull.peer, message))
+
+
+def _differs(first: Stage, later: Stage) -> bool:
+    """Whether they are of two ways to cut the pull; a number would not name one chunk any more."""
+    return (first.ranges, first.cuts) != (later.ranges, later.cuts)

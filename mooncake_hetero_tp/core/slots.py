@@ -52,8 +52,9 @@ class SlotTable(Generic[Owner]):
         return len(self._free) == self.count and not self._accounts
 
     @property
-    def holders(self) -> set[Owner]:
-        return set(self._holders.values())
+    def holders(self) -> list[Owner]:
+        """Each once."""
+        return list(dict.fromkeys(self._holders.values()))
 
     @property
     def quarantined(self) -> int:

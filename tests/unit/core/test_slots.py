@@ -90,6 +90,7 @@ class Use(RuleBasedStateMachine):
         for owner in OWNERS:
             assert self.slots.held_by(owner) == list(self.held.values()).count(owner)
             assert self.slots.waits(owner) == bool(self.wanted.get(owner))
+        assert set(self.slots.holders) == set(self.held.values())
         assert self.slots.quarantined == len(self.quarantined)
         assert self.slots.all_home == (len(self.free) == self.count and not self.owners())
         assert self.slots.starved == (not self.free and any(self.wanted.values()))

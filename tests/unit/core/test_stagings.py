@@ -139,8 +139,7 @@ def test_a_lost_giving_back_is_repeated_until_it_is_answered() -> None:
 
 def test_a_producer_that_is_silent_fails_the_load() -> None:
     pair = StagedPair()
-    pair.lose = {"Staged", "Waiting", "Grant"}
-    pair.lose.discard("Grant")
+    pair.lose = {"Staged", "Waiting"}
     pair.load()
     pair.pass_time(6.0)
     (report,) = pair.reports
