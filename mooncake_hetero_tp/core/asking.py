@@ -59,9 +59,10 @@ class Asker:
         self._nonces = count(1)
 
     def ask(self, pull: PairPull, now: float) -> None:
-        """Pull, first or again, or as the heartbeat of one that waits."""
+        """Pull, first or again, or as the heartbeat of one that waits; a Claim too, where nothing has to be waited for."""
         asked = pull.request.asked
-        message = Pull(pull.session, pull.number, asked.transfer_id, asked.request_id, pull.ranges)
+        nonce = self._stamp(pull, now)
+        message = Pull(pull.session, pull.number, asked.transfer_id, asked.request_id, pull.ranges, nonce)
         self._out.append(Send(pull.address, message))
         self._await(pull, now)
 

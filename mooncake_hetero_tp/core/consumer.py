@@ -306,12 +306,13 @@ class ConsumerMachine:
 
     def _on_grant(self, pull: PairPull, grant: Grant, now: float) -> None:
         sent = pull.answered(grant.nonce)
-        if sent is None or pull.stage not in (Stage.CLAIMING, Stage.READING, Stage.STAGING):
+        if sent is None or pull.stage not in (Stage.ASKED, Stage.CLAIMING, Stage.READING, Stage.STAGING):
             return
         deadline = sent + grant.lease_s
-        if pull.stage is not Stage.CLAIMING:
+        if pull.stage in (Stage.READING, Stage.STAGING):
             self._reader.extend(pull, deadline, now)
         elif deadline <= now:
+            pull.step(StageEvent.READY)
             pull.backoff.heard(now)
             self._asker.claim(pull, now)
         elif wrong := wrong_grant(pull, grant):

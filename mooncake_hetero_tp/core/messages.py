@@ -155,6 +155,8 @@ class Pull(msgspec.Struct, frozen=True, tag=2, array_like=True):
     transfer_id: _Transfer
     request_id: _Request
     ranges: _Ranges
+    nonce: _Nonce | None = None
+    """Where the blocks are ready when it arrives, it is the Claim as well, and a Grant with this nonce answers it."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=38, array_like=True):

@@ -55,7 +55,7 @@ from mooncake_hetero_tp.core.states import HOLD, Hold, HoldEvent, Offer, OfferEv
 from mooncake_hetero_tp.core.tables import validate_table
 from mooncake_hetero_tp.core.timers import Timers
 from mooncake_hetero_tp.core.tombstones import Tombstones
-from mooncake_hetero_tp.types import Identity, RequestId, TransferId
+from mooncake_hetero_tp.types import Identity, Nonce, RequestId, TransferId
 
 __all__ = ["ProducerConfig", "ProducerMachine"]
 
@@ -207,7 +207,7 @@ class ProducerMachine:
         if session is None:
             self._gone(peer, message, GoneReason.UNKNOWN_SESSION)
         elif known is not None and known.transfer_id == message.transfer_id:
-            self._again(known, peer, now)
+            self._again(known, peer, message.nonce, now)
         elif known is not None:
             self._gone(peer, message, GoneReason.BAD_RANGES)
         elif (reason := self._obstacle(session, message)) is not None:
@@ -229,18 +229,22 @@ class ProducerMachine:
             never_at=now + self._config.keep_s,
         )
         self._pulls.add(pull)
-        self._again(pull, peer, now)
+        self._again(pull, peer, message.nonce, now)
 
-    def _again(self, pull: PullEntry, peer: bytes, now: float) -> None:
-        """Answer a Pull, first or repeated; one that repeats after its Grant is a late duplicate."""
+    def _again(self, pull: PullEntry, peer: bytes, nonce: Nonce | None, now: float) -> None:
+        """Answer a Pull, first or repeated; without a nonce, one that repeats after its Grant is a late duplicate."""
         pull.peer = peer
         transfer = self._kept.get(pull.transfer_id)
         if transfer is None:
             self._timers.arm(pull, min(now + self._config.orphan_s, pull.never_at))
         if transfer is None or transfer.state is Hold.PENDING:
             self._answer(pull, Waiting(*pull.key))
-        else:
+        elif nonce is None or transfer.state is Hold.ENDING:
             self._offer(transfer, pull, now)
+        else:
+            self._pulls.step(pull, OfferEvent.OFFER)
+            self._pulls.step(pull, OfferEvent.CLAIM)
+            self._grant(pull, transfer, Claim(*pull.key, nonce), now)
 
     def _offer(self, transfer: Transfer, pull: PullEntry, now: float) -> None:
         if not self._pulls.step(pull, OfferEvent.OFFER):

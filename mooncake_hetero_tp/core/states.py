@@ -270,7 +270,11 @@ class StageEvent(StrEnum):
 
 
 STAGE: Final[Mapping[Stage, Mapping[StageEvent, Stage]]] = {
-    Stage.ASKED: {StageEvent.READY: Stage.CLAIMING, StageEvent.DROP: Stage.DROPPED},
+    Stage.ASKED: {
+        StageEvent.READY: Stage.CLAIMING,
+        StageEvent.GRANT: Stage.READING,
+        StageEvent.DROP: Stage.DROPPED,
+    },
     Stage.CLAIMING: {StageEvent.GRANT: Stage.READING, StageEvent.DROP: Stage.DROPPED},
     Stage.READING: {
         StageEvent.GRANT: Stage.READING,

@@ -109,7 +109,28 @@ def test_the_second_load_needs_no_handshake(pair: Pair) -> None:
     pair.carried.clear()
     pair.keep(kept("p-2", "xfer-2"))
     pair.start(pull_request("d-2", "xfer-2"))
-    assert [name for name, _ in pair.carried] == ["Pull", "Ready", "Claim", "Grant"]
+    assert [name for name, _ in pair.carried] == ["Pull", "Grant"], "what is there already is granted at once"
+
+
+def test_a_grant_that_comes_long_after_its_pull_is_asked_for_again(pair: Pair) -> None:
+    """It answers a question of which no lease is left; the pull is claimed afresh."""
+    pair.keep(kept())
+    pair.lose = {"Grant"}
+    pair.start(pull_request())
+    pair.lose = set()
+    (pull,) = pair.consumer._pulls.values()
+    late = Grant(
+        session=pull.session,
+        pull=pull.number,
+        nonce=Nonce(max(pull.questions)),
+        lease_s=10.0,
+        request_tag=1,
+        computed_tokens=48,
+        blocks=(b"",),
+    )
+    effects = pair.consumer.receive("p0:1", late, 10.0)
+    assert [type(message) for message in sends(effects)] == [Claim]
+    assert pair.reads == []
 
 
 def test_a_full_local_hit_is_reported_at_once_and_asks_nobody(pair: Pair) -> None:
@@ -143,11 +164,20 @@ def test_a_finished_request_may_come_again(pair: Pair) -> None:
 # --- losses: each message is asked for again (vllm#35943) ---------------------------------------------
 
 
-@pytest.mark.parametrize("lost", ["Hello", "Welcome", "Pull", "Ready", "Claim", "Grant"])
-def test_a_lost_message_delays_the_load_a_little(pair: Pair, lost: str) -> None:
-    pair.keep(kept())
+def load_without(pair: Pair, lost: str) -> None:
+    """A load in which every `lost` message is lost; a Claim is of a pull that had to wait."""
     pair.lose = {lost}
-    pair.start(pull_request())
+    if lost == "Claim":
+        pair.start(pull_request())
+        pair.keep(kept())
+    else:
+        pair.keep(kept())
+        pair.start(pull_request())
+
+
+@pytest.mark.parametrize("lost", ["Hello", "Welcome", "Pull", "Claim", "Grant"])
+def test_a_lost_message_delays_the_load_a_little(pair: Pair, lost: str) -> None:
+    load_without(pair, lost)
     assert pair.reads == []
     pair.lose = set()
     pair.pass_time(1.0)
@@ -155,11 +185,20 @@ def test_a_lost_message_delays_the_load_a_little(pair: Pair, lost: str) -> None:
     assert [report.ok for report in pair.reports] == [True]
 
 
-@pytest.mark.parametrize("lost", ["Hello", "Welcome", "Pull", "Ready", "Claim", "Grant"])
-def test_messages_lost_for_good_end_in_a_report_that_names_the_rank(pair: Pair, lost: str) -> None:
-    pair.keep(kept())
-    pair.lose = {lost}
+def test_a_ready_that_is_lost_is_made_up_for_by_the_heartbeat(pair: Pair) -> None:
     pair.start(pull_request())
+    pair.lose = {"Ready"}
+    pair.keep(kept())
+    pair.pass_time(4.9)
+    assert pair.reads == []
+    pair.pass_time(0.2)
+    finish(pair)
+    assert [report.ok for report in pair.reports] == [True]
+
+
+@pytest.mark.parametrize("lost", ["Hello", "Welcome", "Pull", "Claim", "Grant"])
+def test_messages_lost_for_good_end_in_a_report_that_names_the_rank(pair: Pair, lost: str) -> None:
+    load_without(pair, lost)
     pair.pass_time(40.0)
     assert "p0:1" in reason(pair)
 
@@ -197,10 +236,9 @@ def test_a_grant_that_comes_too_late_is_asked_for_again(pair: Pair) -> None:
 # --- leases -------------------------------------------------------------------------------------------
 
 
-def test_the_deadline_counts_from_the_claim_that_was_answered(pair: Pair) -> None:
-    pair.keep(kept())
-    pair.lose = {"Claim"}
-    pair.start(pull_request())
+@pytest.mark.parametrize("lost", ["Pull", "Claim"])
+def test_the_deadline_counts_from_the_question_that_was_answered(pair: Pair, lost: str) -> None:
+    load_without(pair, lost)
     pair.lose = set()
     pair.pass_time(0.5)
     assert pair.reads[0].deadline == 10.5
@@ -421,7 +459,7 @@ def test_a_restarted_producer_is_found_by_one_fresh_handshake(pair: Pair) -> Non
     pair.carried.clear()
     pair.start(pull_request("d-2", "xfer-2"))
     names = [name for name, _ in pair.carried if name != "Cancel"]
-    assert names == ["Pull", "Gone", "Hello", "Welcome", "Pull", "Ready", "Claim", "Grant"]
+    assert names == ["Pull", "Gone", "Hello", "Welcome", "Pull", "Grant"]
     finish(pair, 1)
     assert [report.ok for report in pair.reports] == [True, True]
 
@@ -453,9 +491,9 @@ def test_one_fresh_handshake_and_no_more(pair: Pair) -> None:
 
 
 def test_what_was_promised_dies_with_its_process(pair: Pair) -> None:
-    pair.keep(kept())
     pair.lose = {"Grant"}
     pair.start(pull_request())
+    pair.keep(kept())
     restart(pair)
     pair.lose = set()
     pair.pass_time(0.5)

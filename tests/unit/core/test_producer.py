@@ -56,9 +56,16 @@ class Bench:
         effects: list[Any] = getattr(self.machine, method)(*args, self.now)
         return effects
 
-    def pull(self, number: int = 1, transfer: str = XFER, session: SessionId | None = None, end: int = 40) -> list[Any]:
+    def pull(
+        self,
+        number: int = 1,
+        transfer: str = XFER,
+        session: SessionId | None = None,
+        end: int = 40,
+        nonce: int | None = None,
+    ) -> list[Any]:
         ids = (session or self.session, PullId(number), TransferId(transfer), RequestId("d-1"))
-        return self.receive(Pull(*ids, (TokenRange(0, end),)))
+        return self.receive(Pull(*ids, (TokenRange(0, end),), None if nonce is None else Nonce(nonce)))
 
     def claim(self, number: int = 1, nonce: int = 9, session: SessionId | None = None) -> list[Any]:
         return self.receive(Claim(session or self.session, PullId(number), Nonce(nonce)))
@@ -102,6 +109,24 @@ def test_pull_claim_grant(bench: Bench) -> None:
     (grant,) = bench.claim(nonce=9)
     assert (grant.nonce, grant.lease_s, grant.computed_tokens) == (9, 10.0, 48)
     assert grant.blocks == (b"\4\0\0\0\5\0\0\0\6\0\0\0",)
+
+
+def test_a_pull_with_a_nonce_claims_what_is_there(bench: Bench) -> None:
+    """One round trip instead of two where the prefill is done."""
+    bench.do("keep", kept())
+    (grant,) = bench.pull(nonce=9)
+    assert grant == bench.claim(nonce=9)[0]
+    bench.now = 9.9
+    assert finished(bench.do("tick")) == []
+    bench.now = 10.1
+    assert finished(bench.do("tick")) == ["p-1"], "its lease counts from when the Pull came"
+
+
+def test_a_pull_with_a_nonce_that_has_to_wait_is_claimed_later(bench: Bench) -> None:
+    assert bench.pull(nonce=9) == [Waiting(bench.session, PullId(1))]
+    assert replies(bench.do("keep", kept())) == [Ready(bench.session, PullId(1))]
+    (grant,) = bench.pull(nonce=10)
+    assert grant.nonce == 10, "or by the heartbeat, should Ready be lost"
 
 
 def test_a_pull_that_comes_first_waits_and_is_told_when_the_blocks_are_kept(bench: Bench) -> None:

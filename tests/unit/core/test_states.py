@@ -83,5 +83,5 @@ def test_a_slot_that_may_be_written_is_left_only_when_it_cannot() -> None:
 
 
 def test_a_refused_event_leads_nowhere() -> None:
-    assert after(STAGE, Stage.ASKED, StageEvent.GRANT) is None
+    assert after(STAGE, Stage.ASKED, StageEvent.READ) is None
     assert after(STAGE, Stage.ASKED, StageEvent.READY) is Stage.CLAIMING
