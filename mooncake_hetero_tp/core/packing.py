@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from mooncake_hetero_tp.core.binding import TailView
 from mooncake_hetero_tp.core.chunks import Chunks, Piece, Strip
 from mooncake_hetero_tp.core.copies import Int64, Loop, StridedCopy, outer_sum, split_at
 from mooncake_hetero_tp.core.copy_table import Axis, CopyTable, MemoryCopy, Strided, make_table
@@ -115,6 +116,23 @@ class SideTables:
             axes = _ordered(members, copy, runs, bases, self.side)
             yield _row(offset + piece.first_token * side.token_stride, packed_offset, axes, copy.run_bytes)
             packed_offset += piece.runs * piece.members * copy.bytes
+
+
+def tail_table(tails: Iterable[TailView]) -> CopyTable:
+    """All elements of the tails, to be cleared: a table without a packed side."""
+    return make_table((_tail_row(tail) for tail in tails), 0)
+
+
+def _tail_row(tail: TailView) -> MemoryCopy:
+    region = tail.region
+    axes = [
+        Strided(region.unit.count, region.unit.stride),
+        Strided(region.token.count - tail.first_token, region.token.stride),
+        Strided(region.channel.count, region.channel.stride),
+    ]
+    axes.sort(key=lambda axis: -axis.stride)
+    start = region.base + tail.page * region.block_stride + tail.first_token * region.token.stride
+    return _row(start, 0, axes, region.item_bytes)
 
 
 def _ordered(members: CopyClass, copy: StridedCopy, runs: Int64, bases: Int64, side: SideName) -> list[Axis]:

@@ -40,7 +40,7 @@ from mooncake_hetero_tp.io.pool import WorkerPool
 from mooncake_hetero_tp.io.reads import ClearTails, ReadDone, Reads, ReadTools
 from mooncake_hetero_tp.io.staging import RingSize, StagingRing, host_ring
 from mooncake_hetero_tp.io.stats import StatsBook, TransferStats
-from mooncake_hetero_tp.io.tails import clear_host_tails
+from mooncake_hetero_tp.io.tails import TailClearer
 from mooncake_hetero_tp.io.transfer import TransferEngine
 from mooncake_hetero_tp.io.work import Finished, Handover, StepWork
 from mooncake_hetero_tp.native.executor import Executor, host_executor
@@ -102,7 +102,7 @@ class WorkerRuntime:
         *,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], int] = lambda: secrets.randbits(63),
-        clear_tails: ClearTails = clear_host_tails,
+        clear_tails: ClearTails | None = None,
         make_ring: Callable[[RingSize], StagingRing] = host_ring,
         executor: Executor | None = None,
     ) -> None:
@@ -115,9 +115,9 @@ class WorkerRuntime:
             engine: the transfer engine; registered and closed by this runtime.
             clock: monotonic seconds; the engine's deadlines use the same one.
             draw: random 63-bit numbers.
-            clear_tails: zeroes what lies past a loaded range; for device memory the caller's own.
+            clear_tails: zeroes what lies past a loaded range; by default, what `executor` reaches.
             make_ring: allocates a staging ring where the engine and `executor` can reach it.
-            executor: packs and unpacks; by default, in host memory.
+            executor: packs, unpacks and clears; by default, in host memory.
         """
         if config.producer is None and config.consumer is None:
             raise LocalUsageError(
@@ -135,8 +135,8 @@ class WorkerRuntime:
         self._resolvers = WorkerPool("mht-resolve", _RESOLVERS)
         self._read_pool = WorkerPool("mht-read", config.num_workers, per_key=max(2, config.num_workers // 3))
         self._make_ring = make_ring
-        self._executor = executor
-        self._clear_tails = clear_tails
+        self._executor = executor or host_executor()
+        self._clear_tails = clear_tails or TailClearer(table, self._executor)
         self._rings: list[StagingRing] = []
         self._gather_pool = WorkerPool("mht-gather", _GATHERERS)
         self._reads: Reads | None = None
@@ -188,7 +188,7 @@ class WorkerRuntime:
             return None
         ring = self._make_ring(size)
         self._rings.append(ring)
-        return Packer(self._table, ring, self._executor or host_executor(), self._config.null_block)
+        return Packer(self._table, ring, self._executor, self._config.null_block)
 
     def _open(self, into: Packer | None, out_of: Packer | None) -> None:
         channel = ControlChannel(self._config.host if self._config.producer is not None else None)

@@ -1,36 +1,34 @@
-"""Clearing what lies past the end of a loaded range, in host memory, through the region's strides."""
+"""Clearing what lies past the end of a loaded range, through the region's strides: an operation of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-import numpy as np
+from dataclasses import dataclass
 
 from mooncake_hetero_tp.core.binding import TailView
+from mooncake_hetero_tp.core.packing import tail_table
+from mooncake_hetero_tp.core.regions import RankTable
+from mooncake_hetero_tp.native.executor import Executor
 
 
-class _Memory:
-    """Bytes of this process as numpy's array interface describes them."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "data": (address, False),
-            "shape": shape,
-            "strides": strides,
-        }
-
-
-def clear_host_tails(tails: Iterable[TailView]) -> None:
-    """Zero each tail's elements and nothing between them; the regions must lie in host memory.
+@dataclass(frozen=True, slots=True)
+class TailClearer:
+    """Zeroes each tail's elements and nothing between them, in one call, in memory that `executor` reaches.
 
     vLLM does not zero blocks that a connector loads, so what another request left past the end could be
     attended (vllm#51527, vllm#54875).
     """
-    for tail in tails:
-        region = tail.region
-        start = region.base + tail.page * region.block_stride + tail.first_token * region.token.stride
-        shape = (region.unit.count, region.token.count - tail.first_token, region.channel.count, region.item_bytes)
-        strides = (region.unit.stride, region.token.stride, region.channel.stride, 1)
-        np.asarray(_Memory(start, shape, strides))[...] = 0
+
+    table: RankTable
+    executor: Executor
+
+    def __call__(self, tails: Iterable[TailView]) -> None:
+        """Returns when they are zero.
+
+        Raises:
+            NativeError: a tail leaves the registered buffers; nothing was written.
+        """
+        copies = tail_table(tails)
+        if copies.copies.size:
+            buffers = [(buffer.address, buffer.length_bytes) for buffer in self.table.buffers]
+            self.executor.clear(copies, buffers)

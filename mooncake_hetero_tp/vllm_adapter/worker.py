@@ -33,7 +33,6 @@ from mooncake_hetero_tp.io.address import choose_host
 from mooncake_hetero_tp.io.engine import MooncakeEngine
 from mooncake_hetero_tp.io.runtime import RuntimeConfig, WorkerRuntime
 from mooncake_hetero_tp.io.staging import RingSize
-from mooncake_hetero_tp.io.tails import clear_host_tails
 from mooncake_hetero_tp.io.work import Handover, StepWork
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank
 from mooncake_hetero_tp.vllm_adapter.device import DeviceTails, ForwardGate, permit_amx
@@ -102,7 +101,7 @@ class WorkerSide:
             self._identity(),
             table,
             self._engine or self._make_engine(),
-            clear_tails=DeviceTails(views) if self._gate.is_needed else clear_host_tails,
+            clear_tails=DeviceTails(views) if self._gate.is_needed else None,
         )
         self._engine = None  # the runtime's now
         runtime.start()

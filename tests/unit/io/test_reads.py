@@ -13,7 +13,8 @@ from mooncake_hetero_tp.core.effects import ExtendRead, FenceRead, ReadId, Start
 from mooncake_hetero_tp.core.plan import plan_pulls
 from mooncake_hetero_tp.io.pool import WorkerPool
 from mooncake_hetero_tp.io.reads import ReadDone, Reads, ReadTools
-from mooncake_hetero_tp.io.tails import clear_host_tails
+from mooncake_hetero_tp.io.tails import TailClearer
+from mooncake_hetero_tp.native.executor import host_executor
 from mooncake_hetero_tp.testing import FakeClock, LoopbackEngine, LoopbackFabric
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank, RequestId, TokenRange
 from tests.oracle_memory import Arena, Layer, SideSpec, build_rank
@@ -46,7 +47,7 @@ class Bench:
     def _clear(self, tails: Iterable[TailView]) -> None:
         found = list(tails)
         self.cleared += len(found)
-        clear_host_tails(found)
+        TailClearer(self.consumer.table, host_executor())(found)
 
     def _done(self, done: ReadDone) -> None:
         self.done[done.start.read_id] = done
