@@ -21,7 +21,7 @@ from mooncake_hetero_tp.core.regions import RankTable, Region
 from tests.e2e.pair import ANSWER_TOKENS, Counting, Pair, ask, ask_alone, new_prompt, running_pair
 from tests.e2e.proxies import both_at_once, producer_first
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 TP1, TP2 = 0, 1
 BOTH_WAYS = pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from deployment import HOST, EngineConfig, free_port
 from tests.e2e.pair import ANSWER_TOKENS, GIVES_UP_SOON, Counting, Pair, ask, ask_alone, new_prompt, running_pair
 from tests.e2e.proxies import decode_body, new_transfer_id
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

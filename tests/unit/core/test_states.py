@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from mooncake_hetero_tp.core import states
 from mooncake_hetero_tp.core.states import (
     FETCH,
     HOLD,
@@ -29,6 +33,7 @@ from mooncake_hetero_tp.core.states import (
     after,
 )
 
+ROOT = Path(__file__).parents[3]
 Table = Mapping[Any, Mapping[Any, Any]]
 
 TABLES = [
@@ -85,3 +90,22 @@ def test_a_slot_that_may_be_written_is_left_only_when_it_cannot() -> None:
 def test_a_refused_event_leads_nowhere() -> None:
     assert after(STAGE, Stage.ASKED, StageEvent.READ) is None
     assert after(STAGE, Stage.ASKED, StageEvent.READY) is Stage.CLAIMING
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw_states", ROOT / "tools" / "draw_states.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_drawn_from_the_tables(tool: ModuleType) -> None:
+    assert tool.PAGE.read_text(encoding="utf-8") == tool.drawn(), "run tools/draw_states.py"
+
+
+def test_every_table_is_drawn(tool: ModuleType) -> None:
+    tables = {name for name in dir(states) if name.isupper() and isinstance(getattr(states, name), dict)}
+    assert tables == set(tool.TABLES)
