@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "odometer.h"
 #include "runs.h"
 #include "transpose.h"
 
@@ -11,46 +12,12 @@ namespace {
 // Longer runs may be shared between threads.
 constexpr int64_t kDivisibleRun = 64 << 10;
 
-char* pointer(Address address) { return reinterpret_cast<char*>(static_cast<uintptr_t>(address)); }
+// Addresses that are known, and being fetched, before their segments' turn comes.
+constexpr int64_t kAheadBytes = 4096;
+constexpr int64_t kMostAhead = 64;
 
-// Steps through all combinations of the axes [0, axes), the last running fastest.
-class Odometer {
- public:
-  Odometer(const mht_copy& copy, const int64_t* offsets, int32_t axes) : copy_(copy), offsets_(offsets), axes_(axes) {
-    address_ = static_cast<Address>(copy.base);
-  }
-
-  // To combination n: the only divisions of a piece.
-  void seek(int64_t n) {
-    for (int32_t axis = axes_ - 1; axis >= 0; --axis) {
-      step_[axis] = static_cast<int32_t>(n % copy_.axes[axis].count);
-      n /= copy_.axes[axis].count;
-      offset_[axis] = axis_offset(copy_.axes[axis], offsets_, step_[axis]);
-      address_ += offset_[axis];
-    }
-  }
-
-  void next() {
-    for (int32_t axis = axes_ - 1; axis >= 0; --axis) {
-      const bool wraps = ++step_[axis] == copy_.axes[axis].count;
-      if (wraps) step_[axis] = 0;
-      const Address before = offset_[axis];
-      offset_[axis] = axis_offset(copy_.axes[axis], offsets_, step_[axis]);
-      address_ += offset_[axis] - before;
-      if (!wraps) return;
-    }
-  }
-
-  Address address() const { return address_; }
-
- private:
-  const mht_copy& copy_;
-  const int64_t* offsets_;
-  int32_t axes_;
-  Address address_;
-  int32_t step_[MHT_MAX_AXES];
-  Address offset_[MHT_MAX_AXES];
-};
+// Shorter runs of a scatter are faster through the cache, with their lines fetched ahead.
+constexpr int64_t kStreamedRun = 512;
 
 struct Task {
   mht_copy copy;  // normalised
@@ -58,42 +25,51 @@ struct Task {
   Address packed;  // where the copy's packed bytes begin; not used by a clear
   int64_t first;  // bytes
   int64_t last;
+  StreamLines stream;  // null: through the cache
 };
 
 int64_t divided_up(int64_t n, int64_t d) { return n / d + (n % d != 0 ? 1 : 0); }
 
-// Whole segments, the innermost axis in a loop without index arithmetic.
+// Short segments in a plain loop. The hardware reads ahead where that is possible at all.
 template <Operation operation, int64_t kBytes>
-void run_segments(const Task& task) {
-  const mht_copy& copy = task.copy;
-  const int64_t bytes = kBytes != kAny ? kBytes : copy.run_bytes;
-  const Address run = static_cast<Address>(bytes);
-  int64_t segment = divided_up(task.first, bytes);
-  const int64_t end = divided_up(task.last, bytes);
-  if (segment >= end) return;
-  Address packed = task.packed + static_cast<Address>(segment * bytes);
-  const int32_t outer_axes = copy.axis_count - 1;
-  const mht_axis inner = outer_axes >= 0 ? copy.axes[outer_axes] : mht_axis{0, 1, -1};
-  Odometer outer(copy, task.offsets, std::max(outer_axes, 0));
-  outer.seek(segment / inner.count);
-  int64_t step = segment % inner.count;
-  while (segment < end) {
-    const int64_t steps = std::min(inner.count - step, end - segment);
-    if (inner.list >= 0) {
-      const int64_t* listed = task.offsets + inner.list + step;
-      for (int64_t i = 0; i < steps; ++i, packed += run) {
-        move_run<operation, kBytes>(pointer(outer.address() + static_cast<Address>(listed[i])), pointer(packed), bytes);
-      }
-    } else {
-      Address memory = outer.address() + axis_offset(inner, nullptr, step);
-      const Address stride = static_cast<Address>(inner.stride);
-      for (int64_t i = 0; i < steps; ++i, packed += run, memory += stride) {
-        move_run<operation, kBytes>(pointer(memory), pointer(packed), bytes);
-      }
+void run_short(const Task& task) {
+  const int64_t bytes = kBytes != kAny ? kBytes : task.copy.run_bytes;
+  const int64_t first = divided_up(task.first, bytes);
+  const int64_t last = divided_up(task.last, bytes);
+  if (first >= last) return;
+  Address packed = task.packed + static_cast<Address>(first * bytes);
+  Rows(task.copy, task.offsets, first, last).take(last - first, [&](Address memory) {
+    move_run<operation, kBytes>(memory, packed, bytes, nullptr);
+    packed += static_cast<Address>(bytes);
+  });
+}
+
+// Segments of lines: while some are moved the next are fetched, across the ends of rows and pages.
+template <Operation operation, int64_t kBytes>
+void run_lines(const Task& task) {
+  const int64_t bytes = kBytes != kAny ? kBytes : task.copy.run_bytes;
+  const int64_t first = divided_up(task.first, bytes);
+  const int64_t last = divided_up(task.last, bytes);
+  if (first >= last) return;
+  const int64_t ahead = std::clamp<int64_t>(kAheadBytes / bytes, 1, kMostAhead);
+  Address buffers[2][kMostAhead];
+  Rows rows(task.copy, task.offsets, first, last);
+  const auto fill = [&](Address* buffer) {
+    return rows.take(ahead, [&buffer](Address memory) { *buffer++ = memory; });
+  };
+  // What is streamed need not be read first.
+  const bool fetches = operation == Operation::kGather || task.stream == nullptr;
+  Address packed = task.packed + static_cast<Address>(first * bytes);
+  int64_t now = fill(buffers[0]);
+  for (int turn = 0; now > 0; turn ^= 1) {
+    const Address* here = buffers[turn];
+    const Address* there = buffers[turn ^ 1];
+    const int64_t next = fill(buffers[turn ^ 1]);
+    for (int64_t i = 0; i < now; ++i, packed += static_cast<Address>(bytes)) {
+      if (i < next && fetches) prefetch_run<operation>(there[i], bytes);
+      move_run<operation, kBytes>(here[i], packed, bytes, task.stream);
     }
-    segment += steps;
-    step = 0;
-    outer.next();
+    now = next;
   }
 }
 
@@ -106,8 +82,8 @@ void run_long(const Task& task) {
   int64_t within = task.first % copy.run_bytes;
   for (int64_t at = task.first; at < task.last; within = 0, odometer.next()) {
     const int64_t bytes = std::min(copy.run_bytes - within, task.last - at);
-    move_run<operation, kAny>(pointer(odometer.address() + static_cast<Address>(within)),
-                             pointer(task.packed + static_cast<Address>(at)), bytes);
+    move_run<operation, kAny>(odometer.address() + static_cast<Address>(within),
+                              task.packed + static_cast<Address>(at), bytes, task.stream);
     at += bytes;
   }
 }
@@ -177,38 +153,56 @@ bool ran_transposed(const Task& task) {
 }
 
 template <Operation operation>
-void run(const Task& task) {
-  if (task.copy.run_bytes >= kDivisibleRun) return run_long<operation>(task);
+void run_small(const Task& task) {
   if (ran_transposed<operation>(task)) return;
   switch (task.copy.run_bytes) {
     case 1:
-      return run_segments<operation, 1>(task);
+      return run_short<operation, 1>(task);
     case 2:
-      return run_segments<operation, 2>(task);
+      return run_short<operation, 2>(task);
     case 4:
-      return run_segments<operation, 4>(task);
+      return run_short<operation, 4>(task);
     case 8:
-      return run_segments<operation, 8>(task);
+      return run_short<operation, 8>(task);
     case 16:
-      return run_segments<operation, 16>(task);
+      return run_short<operation, 16>(task);
     case 32:
-      return run_segments<operation, 32>(task);
-    case 64:
-      return run_segments<operation, 64>(task);
-    case 128:
-      return run_segments<operation, 128>(task);
-    case 256:
-      return run_segments<operation, 256>(task);
+      return run_short<operation, 32>(task);
     default:
-      return run_segments<operation, kAny>(task);
+      return run_short<operation, kAny>(task);
   }
+}
+
+template <Operation operation>
+void run_large(const Task& task) {
+  if (task.copy.run_bytes >= kDivisibleRun) return run_long<operation>(task);
+  switch (task.copy.run_bytes) {
+    case 64:
+      return run_lines<operation, 64>(task);
+    case 128:
+      return run_lines<operation, 128>(task);
+    case 256:
+      return run_lines<operation, 256>(task);
+    default:
+      return run_lines<operation, kAny>(task);
+  }
+}
+
+template <Operation operation>
+void run(const Task& task) {
+  if (task.copy.run_bytes < kLine) return run_small<operation>(task);
+  Task large = task;
+  if (operation == Operation::kScatter && task.copy.run_bytes < kStreamedRun) large.stream = nullptr;
+  run_large<operation>(large);
+  if (large.stream != nullptr) finish_streams();
 }
 
 }  // namespace
 
-void run_copy(Operation operation, const mht_copy& copy, const int64_t* offsets, Address packed, int64_t first,
-              int64_t last) noexcept {
-  const Task task{normalised(copy, offsets), offsets, packed + static_cast<Address>(copy.packed_offset), first, last};
+void run_copy(Operation operation, bool streams, const mht_copy& copy, const int64_t* offsets, Address packed,
+              int64_t first, int64_t last) noexcept {
+  const Address packed_copy = packed + static_cast<Address>(copy.packed_offset);
+  const Task task{normalised(copy, offsets), offsets, packed_copy, first, last, streams ? stream_lines() : nullptr};
   switch (operation) {
     case Operation::kGather:
       return run<Operation::kGather>(task);
