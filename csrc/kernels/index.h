@@ -8,8 +8,10 @@
 
 #if defined(__CUDACC__)
 #define MHT_HOST_DEVICE __host__ __device__ __forceinline__
+#define MHT_UNROLL _Pragma("unroll")
 #else
 #define MHT_HOST_DEVICE inline
+#define MHT_UNROLL
 #endif
 
 namespace mht {

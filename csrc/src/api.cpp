@@ -1,6 +1,32 @@
 // Every exported function: arguments are checked here, once, and the work is done elsewhere.
+#include <new>
+
+#include "check.h"
 #include "cpu.h"
 #include "cuda.h"
+#include "tile_table.h"
+
+namespace {
+
+mht_status run_on_cuda(mht_cuda_context* context, const mht_copy_table* table, mht::Operation operation, void* stream,
+                       int64_t* ticket, int64_t* row) noexcept {
+  int64_t unused = -1;
+  int64_t* at = row != nullptr ? row : &unused;
+  *at = -1;
+  if (context == nullptr) return MHT_NO_CONTEXT;
+  if (table == nullptr || ticket == nullptr) return MHT_INVALID_ARGUMENT;
+  if (table->struct_bytes != static_cast<int64_t>(sizeof(mht_copy_table))) return MHT_WRONG_STRUCT_SIZE;
+  try {
+    mht::Checked checked;
+    const mht_status status = mht::check_table(*table, operation, INT64_MAX, &checked, at);
+    if (status != MHT_OK) return status;
+  } catch (const std::bad_alloc&) {
+    return MHT_NO_MEMORY;
+  }
+  return mht::run_on_cuda(context, *table, operation, stream, ticket, at);
+}
+
+}  // namespace
 
 int32_t mht_abi_version(void) { return MHT_ABI_VERSION; }
 
@@ -67,4 +93,43 @@ mht_status mht_scatter(const mht_copy_table* table, int32_t threads, int64_t* ro
 
 mht_status mht_clear(const mht_copy_table* table, int32_t threads, int64_t* row) {
   return mht::run_on_cpu(table, mht::Operation::kClear, threads, row);
+}
+
+int64_t mht_cuda_table_bytes(int64_t copy_count, int64_t offset_count) {
+  return mht::tile_table_bytes(copy_count, offset_count);
+}
+
+mht_status mht_cuda_context_create(int32_t device, int64_t max_table_bytes, int32_t max_calls, int32_t max_sms,
+                                   mht_cuda_context** context) {
+  if (context == nullptr) return MHT_INVALID_ARGUMENT;
+  *context = nullptr;
+  if (device < 0 || max_table_bytes < 1 || max_calls < 1 || max_sms < 0) return MHT_INVALID_ARGUMENT;
+  return mht::create_context(mht::ContextSize{device, max_table_bytes, max_calls, max_sms}, context);
+}
+
+mht_status mht_cuda_context_destroy(mht_cuda_context* context) {
+  return context == nullptr ? MHT_OK : mht::destroy_context(context);
+}
+
+mht_status mht_cuda_gather(mht_cuda_context* context, const mht_copy_table* table, void* stream, int64_t* ticket,
+                           int64_t* row) {
+  return run_on_cuda(context, table, mht::Operation::kGather, stream, ticket, row);
+}
+
+mht_status mht_cuda_scatter(mht_cuda_context* context, const mht_copy_table* table, void* stream, int64_t* ticket,
+                            int64_t* row) {
+  return run_on_cuda(context, table, mht::Operation::kScatter, stream, ticket, row);
+}
+
+mht_status mht_cuda_clear(mht_cuda_context* context, const mht_copy_table* table, void* stream, int64_t* ticket,
+                          int64_t* row) {
+  return run_on_cuda(context, table, mht::Operation::kClear, stream, ticket, row);
+}
+
+mht_status mht_cuda_query(mht_cuda_context* context, int64_t ticket) {
+  return context == nullptr ? MHT_NO_CONTEXT : mht::query_call(context, ticket);
+}
+
+mht_status mht_cuda_wait(mht_cuda_context* context, int64_t ticket) {
+  return context == nullptr ? MHT_NO_CONTEXT : mht::wait_for_call(context, ticket);
 }

@@ -19,12 +19,14 @@ from mooncake_hetero_tp.core.copy_table import AXIS, COPY, CopyTable
 from mooncake_hetero_tp.errors import LocalUsageError, NativeError
 
 LIBRARY_PATH: Final = Path(__file__).with_name("libmht_kernels.so")
-ABI_VERSION: Final = 2
+ABI_VERSION: Final = 3
 """MHT_ABI_VERSION of the header that `SIGNATURES` describes."""
 Int32 = ctypes.c_int32
 """For a function that writes an int32_t: pass one, read its `value`."""
 Int64 = ctypes.c_int64
 """The same for an int64_t."""
+Pointer = ctypes.c_void_p
+"""An opaque pointer: a stream, a context; pass one for a function to write."""
 CHECK_OVERLAP: Final = 1
 """MHT_CHECK_OVERLAP."""
 RANGE: Final = np.dtype([("address", "<i8"), ("bytes", "<i8")])
@@ -85,6 +87,10 @@ STRUCT_BYTES: Final = (AXIS.itemsize, COPY.itemsize, RANGE.itemsize, ctypes.size
 """What `mht_struct_bytes` has to answer, index by index."""
 
 
+_TABLE: Final = ctypes.POINTER(TableStruct)
+_INT64: Final = ctypes.POINTER(Int64)
+
+
 class Signature(NamedTuple):
     """What ctypes has to know of one exported function."""
 
@@ -98,9 +104,17 @@ SIGNATURES: Final[dict[str, Signature]] = {
     "mht_cuda_device_count": Signature(Int32, (ctypes.POINTER(Int32),)),
     "mht_status_text": Signature(ctypes.c_char_p, (Int32,)),
     "mht_struct_bytes": Signature(Int64, (Int32,)),
-    "mht_gather": Signature(Int32, (ctypes.POINTER(TableStruct), Int32, ctypes.POINTER(Int64))),
-    "mht_scatter": Signature(Int32, (ctypes.POINTER(TableStruct), Int32, ctypes.POINTER(Int64))),
-    "mht_clear": Signature(Int32, (ctypes.POINTER(TableStruct), Int32, ctypes.POINTER(Int64))),
+    "mht_gather": Signature(Int32, (_TABLE, Int32, _INT64)),
+    "mht_scatter": Signature(Int32, (_TABLE, Int32, _INT64)),
+    "mht_clear": Signature(Int32, (_TABLE, Int32, _INT64)),
+    "mht_cuda_table_bytes": Signature(Int64, (Int64, Int64)),
+    "mht_cuda_context_create": Signature(Int32, (Int32, Int64, Int32, Int32, ctypes.POINTER(Pointer))),
+    "mht_cuda_context_destroy": Signature(Int32, (Pointer,)),
+    "mht_cuda_gather": Signature(Int32, (Pointer, _TABLE, Pointer, _INT64, _INT64)),
+    "mht_cuda_scatter": Signature(Int32, (Pointer, _TABLE, Pointer, _INT64, _INT64)),
+    "mht_cuda_clear": Signature(Int32, (Pointer, _TABLE, Pointer, _INT64, _INT64)),
+    "mht_cuda_query": Signature(Int32, (Pointer, Int64)),
+    "mht_cuda_wait": Signature(Int32, (Pointer, Int64)),
 }
 
 

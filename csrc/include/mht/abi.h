@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 // Raised by one whenever a declaration or a struct in csrc/include changes; the loader refuses any other value.
-#define MHT_ABI_VERSION 2
+#define MHT_ABI_VERSION 3
 
 #if defined(_WIN32)
 #error "libmht_kernels is built for Linux only"

@@ -12,6 +12,7 @@ import pytest
 
 from mooncake_hetero_tp.native import _library, ops, reference
 from mooncake_hetero_tp.native.executor import Executor
+from tests.unit.native.emulation import Emulation, build
 
 
 @pytest.fixture
@@ -37,10 +38,18 @@ def compile_library(tmp_path: Path) -> Callable[[str], Path]:
     return compile_source
 
 
-@pytest.fixture(params=["reference", "library"])
+@pytest.fixture(scope="session")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
+    """The device code on the host; skipped where no compiler is."""
+    if not shutil.which("c++"):
+        pytest.skip("no C++ compiler here")
+    return Emulation(build(tmp_path_factory.mktemp("emulation")))
+
+
+@pytest.fixture(params=["reference", "library", "emulation"])
 def executor(request: pytest.FixtureRequest) -> Executor:
     """Each implementation of `Executor` in turn."""
     if request.param == "reference":
         return reference
-    request.getfixturevalue("library")
-    return ops
+    found = request.getfixturevalue(request.param)
+    return ops if request.param == "library" else found

@@ -28,6 +28,9 @@ C_TYPES: dict[str, type] = {
     "int64_t*": ctypes.POINTER(ctypes.c_int64),
     "const mht_copy_table*": ctypes.POINTER(_library.TableStruct),
     "mht_status": ctypes.c_int32,
+    "mht_cuda_context*": ctypes.c_void_p,
+    "mht_cuda_context**": ctypes.POINTER(ctypes.c_void_p),
+    "void*": ctypes.c_void_p,
     "const char*": ctypes.c_char_p,
     "int32_t*": ctypes.POINTER(ctypes.c_int32),
 }
