@@ -117,6 +117,14 @@ SETTINGS: tuple[_Setting, ...] = (
         high=1 << 20,
         meaning="MiB of one staging slot, the largest piece that is packed and read at once",
     ),
+    _Setting(
+        name="staging_max_sms",
+        kind=int,
+        default=16,
+        low=0,
+        high=1024,
+        meaning="GPU multiprocessors that one packing or unpacking kernel may occupy; 0: all",
+    ),
 )
 """Every setting that exists; anything else is an error."""
 
@@ -134,6 +142,7 @@ class HeteroTPConfig:
     transfer_mode: str
     staging_mib: int
     staging_slot_mib: int
+    staging_max_sms: int
     environment: Environment
 
     @classmethod

@@ -45,11 +45,6 @@ class ForwardGate:
         self._pending: deque[tuple[Any, list[Handover]]] = deque()
 
     @property
-    def device(self) -> torch.device:
-        """Where the cache is."""
-        return self._device
-
-    @property
     def is_needed(self) -> bool:
         """Whether the device runs behind the main thread."""
         return self._device.type != "cpu"

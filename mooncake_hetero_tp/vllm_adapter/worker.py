@@ -32,7 +32,7 @@ from mooncake_hetero_tp.errors import HeteroTPError
 from mooncake_hetero_tp.io.address import choose_host
 from mooncake_hetero_tp.io.engine import MooncakeEngine
 from mooncake_hetero_tp.io.runtime import RuntimeConfig, WorkerRuntime
-from mooncake_hetero_tp.io.staging import RingSize
+from mooncake_hetero_tp.io.staging import host_ring
 from mooncake_hetero_tp.io.work import Handover, StepWork
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank
 from mooncake_hetero_tp.vllm_adapter.device import DeviceTails, ForwardGate, permit_amx
@@ -46,10 +46,9 @@ from mooncake_hetero_tp.vllm_adapter.metadata import StepMetadata
 from mooncake_hetero_tp.vllm_adapter.metrics import HeteroTPStats
 from mooncake_hetero_tp.vllm_adapter.probe import Engine, Place, build_table, draft_layers
 from mooncake_hetero_tp.vllm_adapter.specs import refuse_unsupported
+from mooncake_hetero_tp.vllm_adapter.staging import Staging, staging_for
 
 logger = logging.getLogger(__name__)
-
-_MIB = 1 << 20
 
 
 class WorkerSide:
@@ -96,12 +95,15 @@ class WorkerSide:
         self._gate = ForwardGate(views[0].device)
         if not self._gate.is_needed:
             permit_amx()
+        staging = staging_for(self._config, views[0].device)
         runtime = WorkerRuntime(
-            self._runtime_config(draft_layers(probe)),
+            self._runtime_config(draft_layers(probe), staging),
             self._identity(),
             table,
             self._engine or self._make_engine(),
-            clear_tails=DeviceTails(views) if self._gate.is_needed else None,
+            clear_tails=DeviceTails(views) if self._gate.is_needed and staging is None else None,
+            make_ring=host_ring if staging is None else staging.make_ring,
+            executor=None if staging is None else staging.executor,
         )
         self._engine = None  # the runtime's now
         runtime.start()
@@ -138,7 +140,7 @@ class WorkerSide:
     def _identity(self) -> Identity:
         return Identity(EngineId(self._transfer.engine_id), Incarnation(secrets.token_hex(8)), self._rank)
 
-    def _runtime_config(self, optional_layers: frozenset[str]) -> RuntimeConfig:
+    def _runtime_config(self, optional_layers: frozenset[str], staging: Staging | None) -> RuntimeConfig:
         config, environment = self._config, self._config.environment
         produces, consumes = self._transfer.is_kv_producer, self._transfer.is_kv_consumer
         serves_bootstrap = produces and launches_bootstrap(self._vllm_config, config, self._rank)
@@ -166,18 +168,8 @@ class WorkerSide:
             null_block=NULL_BLOCK_ID,
             optional_layers=optional_layers,
             transfer_mode=Mode(config.transfer_mode),
-            staging=self._ring_size(),
+            staging=None if staging is None else staging.size,
         )
-
-    def _ring_size(self) -> RingSize | None:
-        """Of the ring of each role; None: nothing is staged."""
-        config = self._config
-        if not config.staging_mib:
-            return None
-        if self._gate.is_needed:
-            logger.warning("KV memory of %s is not staged yet; every read is direct", self._gate.device)
-            return None
-        return RingSize(config.staging_slot_mib * _MIB, config.staging_mib // config.staging_slot_mib)
 
     def _log_table(self, table: RankTable) -> None:
         logger.info(

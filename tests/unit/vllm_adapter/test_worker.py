@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from mooncake_hetero_tp.config import HeteroTPConfig, HostPort
+from mooncake_hetero_tp.core.cost import Mode
 from mooncake_hetero_tp.core.effects import Kept, PullRequest
 from mooncake_hetero_tp.errors import ConfigError, LocalUsageError
 from mooncake_hetero_tp.io.runtime import RuntimeConfig
+from mooncake_hetero_tp.io.staging import RingSize
 from mooncake_hetero_tp.io.stats import TransferStats
 from mooncake_hetero_tp.io.work import Finished, Handover, StepWork
 from mooncake_hetero_tp.types import EngineId, Rank, RequestId, TokenRange, TransferId
@@ -254,8 +256,18 @@ def test_what_cannot_work_stops_the_start() -> None:
 
 def test_device_memory_gets_its_own_tail_clearing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "ForwardGate", lambda device: SimpleNamespace(is_needed=True, device=device))
-    _, runtime = make_worker()
+    direct = HeteroTPConfig.from_extra_config({"mooncake_protocol": "tcp", "transfer_mode": "direct"})
+    _, runtime = make_worker(settings=direct)
     assert isinstance(runtime.options["clear_tails"], DeviceTails)
+    assert runtime.config.staging is None
+
+
+def test_staging_settings_reach_the_runtime() -> None:
+    settings = {"mooncake_protocol": "tcp", "transfer_mode": "staged", "staging_mib": 17, "staging_slot_mib": 4}
+    _, runtime = make_worker(settings=HeteroTPConfig.from_extra_config(settings))
+    assert runtime.config.transfer_mode is Mode.STAGED
+    assert runtime.config.staging == RingSize(slot_bytes=4 << 20, slots=4)
+    assert runtime.options["clear_tails"] is None, "the executor clears them"
 
 
 def test_ranks_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
