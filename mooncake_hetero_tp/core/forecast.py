@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mooncake_hetero_tp.core.binding import bind
+from mooncake_hetero_tp.core.binding import Descriptors, bind
+from mooncake_hetero_tp.core.overlays import groups_apart
 from mooncake_hetero_tp.core.pages import Blocks, PageKind, page_runs
 from mooncake_hetero_tp.core.pairing import CopyClass, PairPlan
 from mooncake_hetero_tp.types import TokenRange
@@ -26,6 +27,8 @@ class Forecast:
 
     descriptors: int
     length_bytes: int
+    bound: Descriptors | None = None
+    """All of them, where they were counted; None: they were estimated."""
 
 
 def forecast(
@@ -40,15 +43,15 @@ def forecast(
     """Arguments as for `bind`.
 
     Raises:
-        PlanError, LocalUsageError: as `bind`, of the pages that are looked at; those of all pages when they are bound
-            or packed.
+        PlanError, LocalUsageError: as `bind`; of the producer's blocks that are not looked at, when they are bound or
+            packed.
     """
     length_bytes, segments = _sizes(plan, ranges)
-    if segments <= exact_segments:
-        looked_at, share = list(ranges), 1.0
-    else:
-        looked_at = [_head(plan, group, tokens, exact_segments / segments) for group, tokens in enumerate(ranges)]
-        share = _sizes(plan, looked_at)[0] / length_bytes
+    if segments <= exact_segments or not groups_apart(plan, ranges, consumer_blocks, null_block=null_block):
+        found = bind(plan, ranges, producer_blocks, consumer_blocks, null_block=null_block)
+        return Forecast(found.count, length_bytes, found)
+    looked_at = [_head(plan, group, tokens, exact_segments / segments) for group, tokens in enumerate(ranges)]
+    share = _sizes(plan, looked_at)[0] / length_bytes
     found = bind(plan, looked_at, producer_blocks, consumer_blocks, null_block=null_block)
     return Forecast(round(found.count / share), length_bytes)
 

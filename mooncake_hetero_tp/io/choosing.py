@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -21,9 +21,10 @@ from mooncake_hetero_tp.core.binding import Descriptors
 from mooncake_hetero_tp.core.chunks import smallest_slot
 from mooncake_hetero_tp.core.cost import Choice, Measured, Mode, Rates, choose
 from mooncake_hetero_tp.core.effects import StartChunk, StartRead
+from mooncake_hetero_tp.core.forecast import Forecast
 from mooncake_hetero_tp.core.regions import Buffer
 from mooncake_hetero_tp.errors import TransferError
-from mooncake_hetero_tp.io.packer import Packer
+from mooncake_hetero_tp.io.packer import Packer, StagedPull
 from mooncake_hetero_tp.io.staging import SCRATCH_BYTES
 from mooncake_hetero_tp.io.transfer import Deadline, ReadTally, TransferEngine
 
@@ -33,6 +34,11 @@ _SMALL_BYTES: Final = 256
 _SMALL_COUNT: Final = 64
 _TRIES: Final = 2
 """The faster of so many: the first may meet a busy moment."""
+
+
+def pull_key(start: StartRead | StartChunk) -> Hashable:
+    """What the tables of a pull are kept under, from the choice to its last chunk."""
+    return start.request_id, start.producer
 
 
 class Chosen(NamedTuple):
@@ -69,8 +75,12 @@ class Chooser:
     _busy: dict[str, _Busy] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def choose(self, start: StartRead, descriptors: Descriptors, deadline: Deadline) -> Chosen:
-        """How to move what `descriptors` name; measures the path first where nothing is known of it."""
+    def choose(self, start: StartRead, expected: Forecast, deadline: Deadline) -> Chosen:
+        """How to move a pull; measures the path first where nothing is known of it.
+
+        Raises:
+            PlanError: it is to be staged, and our block ids do not fit.
+        """
         peer, staging = start.transport_session, start.staging
         if self.mode is Mode.AUTO and staging is not None:
             self._measure(peer, start.plan.producer.buffers[0], deadline)
@@ -78,14 +88,16 @@ class Chooser:
         choice = choose(
             self.rates(peer),
             self.mode,
-            descriptors=descriptors.count,
-            length_bytes=descriptors.bytes,
-            chunks=-(-descriptors.bytes // max(chunk_bytes, 1)),
+            descriptors=expected.descriptors,
+            length_bytes=expected.length_bytes,
+            chunks=-(-expected.length_bytes // max(chunk_bytes, 1)),
             slots=0 if staging is None else staging.slots,
             obstacle=_obstacle(start),
         )
-        staged = choice.mode is Mode.STAGED and descriptors.count > 0
-        return Chosen(choice, self.packer.chunks(start.plan, start.ranges, chunk_bytes).count if staged else 0)
+        if choice.mode is not Mode.STAGED or not expected.length_bytes:
+            return Chosen(choice, 0)
+        pull = StagedPull(start.plan, start.ranges, chunk_bytes, start.consumer_blocks)
+        return Chosen(choice, self.packer.prepare_unpack(pull_key(start), pull))
 
     def rates(self, peer: str) -> Rates:
         """What is believed of the path to a peer."""
@@ -166,7 +178,7 @@ class Chooser:
 def _obstacle(start: StartRead) -> str | None:
     """Why a pull cannot be staged."""
     if start.staging is None:
-        return "one of the two sides has no staging memory"
+        return "one of the two sides has no staging memory, or could not pack it"
     needed = smallest_slot(start.plan)
     if needed > start.staging.slot_bytes:
         return f"a piece of {needed} bytes cannot be cut and slots have {start.staging.slot_bytes}"

@@ -36,20 +36,22 @@ class Gathers:
         self.pool.submit(lambda: self.done(gather.gather_id, self._outcome(gather)))
 
     def _outcome(self, gather: Gather) -> GatherOutcome:
-        began = time.perf_counter()
         try:
-            length_bytes = self._pack(gather)
+            return self._packed(gather)
         except HeteroTPError as error:
             return GatherOutcome(error=str(error))
         except Exception as error:  # a bug, or memory: whatever it is, the gather has an outcome
             logger.exception("packing chunk %d for %s failed unexpectedly", gather.chunk, gather.consumer)
             return GatherOutcome(error=repr(error))
-        return GatherOutcome(length_bytes, round(1e6 * (time.perf_counter() - began)))
 
-    def _pack(self, gather: Gather) -> int:
+    def _packed(self, gather: Gather) -> GatherOutcome:
         plan = _plan(gather.consumer_table, self.packer.table, gather.cuts)
         pull = StagedPull(plan, gather.ranges, gather.chunk_bytes, gather.blocks)
-        return self.packer.pack((gather.consumer, gather.request_id), pull, gather.chunk, gather.slot)
+        key = (gather.consumer, gather.request_id)
+        self.packer.prepare_pack(key, pull)  # once a pull, and no part of the rate at which chunks are packed
+        began = time.perf_counter()
+        length_bytes = self.packer.pack(key, pull, gather.chunk, gather.slot)
+        return GatherOutcome(length_bytes, round(1e6 * (time.perf_counter() - began)))
 
 
 @dataclass(frozen=True, slots=True)

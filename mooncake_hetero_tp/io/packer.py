@@ -1,14 +1,16 @@
 """Packing chunks of pulls into the slots of a ring, and unpacking them.
 
-The tables of one pull are made once and kept for its next chunks; block lists are checked when they are made.
+The tables of one pull are made once and kept for its next chunks; block lists are checked when they are made. Those of
+a long pull take tens of milliseconds, so whoever comes meanwhile waits for them instead of making them again.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from mooncake_hetero_tp.core.chunks import Chunks, cut_chunks
@@ -23,7 +25,14 @@ from mooncake_hetero_tp.io.staging import StagingRing
 from mooncake_hetero_tp.native.executor import Executor
 from mooncake_hetero_tp.types import TokenRange
 
-_KEPT_PULLS: Final = 256
+Make = Callable[..., SideTables]
+_MOST_BYTES: Final = 32 << 20
+"""About what the kept tables of one side may take: 18 pulls of 131,072 tokens in pages of 16, thousands of short ones."""
+_PULL_BYTES: Final = 4096
+_CHUNK_BYTES: Final = 500
+_RUN_BYTES: Final = 80
+_OFFSET_BYTES: Final = 16
+"""Measured: a pull's records, a chunk's with its pieces, a run in all columns, a run in a strip."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,6 +45,61 @@ class StagedPull:
     blocks: tuple[Blocks, ...]
 
 
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """A pull and, once somebody has made them, its tables."""
+
+    pull: StagedPull
+    tables: SideTables | None = None
+    size_bytes: int = 0
+    making: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Tables:
+    """The tables of the pulls used last, as many as `_MOST_BYTES` hold. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._size_bytes = 0
+        self._lock = threading.Lock()
+
+    def of(self, key: Hashable, pull: StagedPull, make: Make) -> SideTables:
+        """Made at the first use; a key that was used for another pull is used anew."""
+        kept = self._entry(key, pull)
+        with kept.making:
+            if kept.tables is not None:
+                return kept.tables
+            chunks = cut_chunks(pull.plan, pull.ranges, pull.chunk_bytes)
+            tables = kept.tables = make(chunks, pull.blocks)
+        with self._lock:
+            if self._known.get(key) is kept:
+                self._weigh(kept, chunks)
+        return tables
+
+    def _entry(self, key: Hashable, pull: StagedPull) -> _Kept:
+        with self._lock:
+            kept = self._known.get(key)
+            if kept is None or not _same(kept.pull, pull):
+                self._size_bytes -= kept.size_bytes if kept else 0
+                kept = self._known[key] = _Kept(pull)
+            self._known.move_to_end(key)
+            return kept
+
+    def _weigh(self, kept: _Kept, chunks: Chunks) -> None:
+        """Count what was made, and let go of what was not used for longest."""
+        kept.size_bytes = _size_bytes(chunks)
+        self._size_bytes += kept.size_bytes
+        while self._size_bytes > _MOST_BYTES and len(self._known) > 1:
+            self._size_bytes -= self._known.popitem(last=False)[1].size_bytes
+
+
+def _size_bytes(chunks: Chunks) -> int:
+    """About what the tables of a pull take."""
+    runs = sum(runs.count.size for runs in chunks.runs.values())
+    offsets = sum(strip.rows.size for strip in chunks.strips)
+    return _PULL_BYTES + _CHUNK_BYTES * chunks.count + _RUN_BYTES * runs + _OFFSET_BYTES * offsets
+
+
 @dataclass(slots=True)
 class Packer:
     """One side's ring and cache. Thread-safe."""
@@ -45,22 +109,25 @@ class Packer:
     executor: Executor
     null_block: int | None
     threads: int = 1
-    _known: OrderedDict[Hashable, tuple[StagedPull, SideTables]] = field(default_factory=OrderedDict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _kept: _Tables = field(default_factory=_Tables)
 
     @property
     def offer(self) -> Offer:
         """What the handshake says of the ring."""
         return Offer(self.ring.size.slot_bytes, self.ring.size.slots)
 
-    def chunks(self, plan: PairPlan, ranges: Sequence[TokenRange], chunk_bytes: int) -> Chunks:
-        """How the pull is cut.
+    def prepare_pack(self, key: Hashable, pull: StagedPull) -> int:
+        """Make the tables that `pack` needs; the number of chunks.
 
         Raises:
-            PlanError: a range that starts inside an opaque page.
+            PlanError: block ids that do not fit, or a range that starts inside an opaque page.
             LocalUsageError: a piece that cannot be cut is longer than a chunk.
         """
-        return cut_chunks(plan, ranges, chunk_bytes)
+        return self._gathers(key, pull).chunks.count
+
+    def prepare_unpack(self, key: Hashable, pull: StagedPull) -> int:
+        """Make the tables that `unpack` needs; otherwise as `prepare_pack`."""
+        return self._scatters(key, pull).chunks.count
 
     def pack(self, key: Hashable, pull: StagedPull, chunk: int, slot: Slot) -> int:
         """Gather one chunk into a slot; the bytes that it takes there.
@@ -69,7 +136,7 @@ class Packer:
             PlanError: block ids that do not fit, or no such chunk. Nothing has been written.
             NativeError: the copy was refused. Nothing has been written.
         """
-        tables = self._tables(key, pull, gathers)
+        tables = self._gathers(key, pull)
         table = tables.table(_checked(tables.chunks, chunk))
         self.executor.gather(table, self.ring.address_of(slot), self._memory, threads=self.threads)
         return table.packed_bytes
@@ -81,7 +148,7 @@ class Packer:
             PlanError: block ids that do not fit, no such chunk, or a chunk of another length. Nothing has been written.
             NativeError: the copy was refused. Nothing has been written.
         """
-        tables = self._tables(key, pull, scatters)
+        tables = self._scatters(key, pull)
         table = tables.table(_checked(tables.chunks, chunk))
         if table.packed_bytes != length_bytes:
             raise PlanError(
@@ -95,19 +162,11 @@ class Packer:
     def _memory(self) -> list[tuple[int, int]]:
         return [(buffer.address, buffer.length_bytes) for buffer in self.table.buffers]
 
-    def _tables(self, key: Hashable, pull: StagedPull, make: Callable[..., SideTables]) -> SideTables:
-        """The tables of a pull, made at its first chunk; a key that was used for another pull is used anew."""
-        with self._lock:
-            known = self._known.get(key)
-        if known is not None and _same(known[0], pull):
-            return known[1]
-        tables = make(cut_chunks(pull.plan, pull.ranges, pull.chunk_bytes), pull.blocks, null_block=self.null_block)
-        with self._lock:
-            self._known[key] = (pull, tables)
-            self._known.move_to_end(key)
-            while len(self._known) > _KEPT_PULLS:
-                self._known.popitem(last=False)
-        return tables
+    def _gathers(self, key: Hashable, pull: StagedPull) -> SideTables:
+        return self._kept.of(key, pull, partial(gathers, null_block=self.null_block))
+
+    def _scatters(self, key: Hashable, pull: StagedPull) -> SideTables:
+        return self._kept.of(key, pull, partial(scatters, null_block=self.null_block))
 
 
 def _same(one: StagedPull, other: StagedPull) -> bool:

@@ -15,30 +15,38 @@ import numpy as np
 from mooncake_hetero_tp.core.binding import Descriptors, TailView, bind, tail_views
 from mooncake_hetero_tp.core.cost import Choice
 from mooncake_hetero_tp.core.effects import (
+    BlockIds,
     ExtendRead,
     FenceRead,
+    Plan,
     ReadId,
     ReadOutcome,
     StartChunk,
     StartRead,
     StopRead,
 )
+from mooncake_hetero_tp.core.forecast import Forecast, forecast
 from mooncake_hetero_tp.core.regions import RankTable
 from mooncake_hetero_tp.errors import HeteroTPError, LocalUsageError, TransferError
-from mooncake_hetero_tp.io.choosing import Chooser
+from mooncake_hetero_tp.io.choosing import Chooser, pull_key
 from mooncake_hetero_tp.io.packer import Packer, StagedPull
 from mooncake_hetero_tp.io.pool import WorkerPool
 from mooncake_hetero_tp.io.transfer import Deadline, ReadFailed, ReadTally, TransferEngine
-from mooncake_hetero_tp.types import RequestId
+from mooncake_hetero_tp.types import RequestId, TokenRange
 
 logger = logging.getLogger(__name__)
 
+_Arguments: TypeAlias = tuple[Plan, tuple[TokenRange, ...], tuple[BlockIds, ...], tuple[BlockIds, ...]]
 ClearTails = Callable[[Iterable[TailView]], None]
 """Zeroes tails; returns only when they are zero for whoever reads the cache next."""
 
 
 Start: TypeAlias = StartRead | StartChunk
 ReadEffect: TypeAlias = StartRead | StartChunk | ExtendRead | StopRead | FenceRead
+
+
+def _arguments(start: StartRead) -> _Arguments:
+    return start.plan, start.ranges, start.producer_blocks, start.consumer_blocks
 
 
 class ReadDone(NamedTuple):
@@ -164,18 +172,26 @@ class Reads:
 
     def _read(self, start: StartRead, deadline: Deadline) -> _Read:
         """Read a pull directly, or say in how many chunks it is to be staged."""
-        tools = self.tools
-        descriptors = bind(
-            start.plan, start.ranges, start.producer_blocks, start.consumer_blocks, null_block=tools.null_block
-        )
-        chosen = None if tools.chooser is None else tools.chooser.choose(start, descriptors, deadline)
+        chooser = self.tools.chooser
+        expected = self._forecast(start)
+        chosen = None if chooser is None else chooser.choose(start, expected, deadline)
         choice = None if chosen is None else chosen.choice
         if chosen is not None and chosen.chunks:
             self._clear_tails(start)
-            return _Read(ReadTally(), tools.clock(), chosen.chunks, choice)
-        tally, returned_at = self._moved(start, descriptors, deadline)
+            return _Read(ReadTally(), self.tools.clock(), chosen.chunks, choice)
+        tally, returned_at = self._moved(start, expected.bound or self._bound(start), deadline)
         self._clear_tails(start)
         return _Read(tally, returned_at, choice=choice)
+
+    def _forecast(self, start: StartRead) -> Forecast:
+        """What reading it directly takes; it is bound at once where it will be read so in any case."""
+        if start.staging is not None:
+            return forecast(*_arguments(start), null_block=self.tools.null_block)
+        bound = self._bound(start)
+        return Forecast(bound.count, bound.bytes, bound)
+
+    def _bound(self, start: StartRead) -> Descriptors:
+        return bind(*_arguments(start), null_block=self.tools.null_block)
 
     def _moved(self, start: Start, descriptors: Descriptors, deadline: Deadline) -> tuple[ReadTally, float]:
         """Read, and when the engine call returned."""
@@ -203,9 +219,9 @@ class Reads:
         if deadline.stopped or returned_at >= deadline.at:
             raise ReadFailed(f"chunk {start.chunk} came too late; it is not unpacked")
         pull = StagedPull(start.plan, start.ranges, start.chunk_bytes, start.consumer_blocks)
-        key = (start.request_id, start.producer)
+        packer.prepare_unpack(pull_key(start), pull)  # tables that had to make room take long, and are no scatter
         began = time.perf_counter()
-        payload = packer.unpack(key, pull, start.chunk, start.slot, start.length_bytes)
+        payload = packer.unpack(pull_key(start), pull, start.chunk, start.slot, start.length_bytes)
         if tools.chooser is not None:
             tools.chooser.unpacked(start, scatter_s=time.perf_counter() - began)
         return _Read(replace(tally, bytes=payload), returned_at)

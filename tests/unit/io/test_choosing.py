@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import queue
 import time
+import tracemalloc
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from mooncake_hetero_tp.core.binding import Descriptors
+from mooncake_hetero_tp.core.chunks import cut_chunks
 from mooncake_hetero_tp.core.cost import Mode, Rates
 from mooncake_hetero_tp.core.effects import ReadId, StartChunk, StartRead
+from mooncake_hetero_tp.core.forecast import Forecast
 from mooncake_hetero_tp.core.messages import Offer
 from mooncake_hetero_tp.core.plan import plan_pulls
 from mooncake_hetero_tp.core.slots import Slot
 from mooncake_hetero_tp.errors import TransferError
 from mooncake_hetero_tp.io.choosing import Chooser, Chosen
 from mooncake_hetero_tp.io.packer import Packer
+from mooncake_hetero_tp.io.pool import WorkerPool
+from mooncake_hetero_tp.io.reads import ReadDone, Reads, ReadTools
 from mooncake_hetero_tp.io.staging import SCRATCH_BYTES, RingSize, StagingRing
 from mooncake_hetero_tp.io.transfer import Deadline, ReadTally
 from mooncake_hetero_tp.native.executor import host_executor
@@ -61,7 +69,7 @@ class Bench:
         self.chooser = Chooser(mode, self.engine, packer)  # type: ignore[arg-type]
 
     def start(self, staging: Offer | None = OFFER) -> StartRead:
-        blocks = (np.arange(1, 1 + TOKENS // 16),)
+        blocks = (np.arange(1, 1 + TOKENS),)
         return StartRead(
             read_id=ReadId(1),
             request_id=RequestId("r"),
@@ -76,16 +84,14 @@ class Bench:
         )
 
     def choose(self, descriptors: int, **start: Any) -> Chosen:
-        pieces = np.arange(descriptors, dtype=np.int64) * 8192
-        wanted = Descriptors(pieces, pieces, np.full(descriptors, 4096, np.int64))
-        return self.chooser.choose(self.start(**start), wanted, Deadline(1.0))
+        return self.chooser.choose(self.start(**start), Forecast(descriptors, descriptors * 4096), Deadline(1.0))
 
 
 def test_many_small_pieces_are_staged_and_a_few_are_not() -> None:
     bench = Bench(engine=PacedEngine(100e-6))
     many, few = bench.choose(4096), bench.choose(2)
     assert (many.choice.mode, few.choice.mode) == (Mode.STAGED, Mode.DIRECT)
-    assert many.chunks == bench.chooser.packer.chunks(bench.plan, (TokenRange(0, TOKENS),), SIZE.slot_bytes).count > 0
+    assert many.chunks == cut_chunks(bench.plan, (TokenRange(0, TOKENS),), SIZE.slot_bytes).count > 0
     assert few.chunks == 0
     assert "4096 descriptors" in many.choice.why
 
@@ -174,3 +180,32 @@ def test_chunks_refine_the_rates_of_packing() -> None:
     found, default = bench.chooser.rates(PEER), Rates()
     assert found.gather_bytes_per_s < default.gather_bytes_per_s
     assert found.scatter_bytes_per_s > default.scatter_bytes_per_s
+
+
+def test_a_pull_of_millions_of_pieces_is_staged_without_making_them() -> None:
+    """All its descriptors would take 400 MB and a second."""
+    like = Dense(heads=8, layers=80, tokens=16, head_size=128, item=2, blocks=600, layout="LBNHC")
+    producer, consumer = like.table(), replace(like, tp=2, base=1 << 45, layout="BLHNC").table()
+    bench = Bench(Mode.STAGED)
+    bench.plan = plan_pulls(consumer, {Rank(): producer})[Rank()]
+    tools = ReadTools(
+        engine=bench.engine,  # type: ignore[arg-type]
+        table=consumer,
+        clear_tails=lambda _: None,
+        clock=time.monotonic,
+        null_block=0,
+        packer=bench.chooser.packer,
+        chooser=bench.chooser,
+    )
+    pool = WorkerPool("mht-test", 1)
+    done = queue.Queue[ReadDone]()
+    tracemalloc.start()
+    Reads(tools, pool, done.put, lambda _: None).carry_out(
+        msgspec.structs.replace(bench.start(), ranges=(TokenRange(0, TOKENS * 16),), deadline=1e9)
+    )
+    outcome = done.get(timeout=30).outcome
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert pool.close(5)
+    assert outcome.chunks == 80 * TOKENS * 16 * 2 * 4 * 128 * 2 >> 20
+    assert peak < 32e6

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from mooncake_hetero_tp.core.chunks import Chunks, cut_chunks
 from mooncake_hetero_tp.core.plan import plan_pulls
 from mooncake_hetero_tp.core.slots import Slot
 from mooncake_hetero_tp.errors import PlanError
+from mooncake_hetero_tp.io import packer
 from mooncake_hetero_tp.io.packer import Packer, StagedPull
 from mooncake_hetero_tp.io.staging import RingSize, host_ring
 from mooncake_hetero_tp.native.executor import host_executor
 from mooncake_hetero_tp.types import Rank, TokenRange
 from tests.oracle_memory import Arena, Layer, SideSpec, build_rank
+from tests.tables import DST, Dense, planned
 
 LAYERS = [Layer("a", units=2, channels=4), Layer("b", units=2, channels=4)]
 NOTHING = TokenRange(0, 0)
@@ -37,7 +45,7 @@ class Bench:
         self.blocks = (np.array([2, 5, 7]), np.array([1])), (np.array([4, 1]), np.array([1]))
         plan = plan_pulls(self.consumer.table, {Rank(): self.producer.table})[Rank()]
         self.sent, self.received = (StagedPull(plan, RANGES, SIZE.slot_bytes, blocks) for blocks in self.blocks)
-        self.count = self.sender.chunks(plan, RANGES, SIZE.slot_bytes).count
+        self.count = self.sender.prepare_pack("p", self.sent)
 
     def move(self, chunk: int, slot: Slot) -> int:
         """One chunk through slot `slot` of both rings; the bytes that arrive."""
@@ -97,3 +105,65 @@ def test_a_key_that_is_used_again_is_made_anew(bench: Bench) -> None:
     other = StagedPull(bench.sent.plan, RANGES, SIZE.slot_bytes, (np.array([1, 3, 4]), np.array([1])))
     bench.sender.pack("p", other, 0, Slot(0))
     assert not np.array_equal(view(bench.rings[0].address_of(0), SIZE.slot_bytes), first)
+
+
+def test_the_tables_of_a_pull_are_made_once_however_many_ask(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def slow(*args: Any) -> Chunks:
+        made.append(args)
+        time.sleep(0.02)
+        return cut_chunks(*args)
+
+    monkeypatch.setattr(packer, "cut_chunks", slow)
+    bench.sender.prepare_pack("p", bench.sent)
+    made.clear()
+    threads = [threading.Thread(target=bench.sender.prepare_pack, args=("q", bench.sent)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    bench.sender.pack("p", bench.sent, 0, Slot(0))
+    assert len(made) == 1
+
+
+def test_tables_that_could_not_be_made_are_made_when_they_can(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(packer, "cut_chunks", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            bench.sender.prepare_pack("q", bench.sent)
+    assert bench.sender.prepare_pack("q", bench.sent) == bench.count
+
+
+def test_kept_tables_are_bounded_and_those_in_use_stay(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def counted(*args: Any) -> Chunks:
+        made.append(args)
+        return cut_chunks(*args)
+
+    monkeypatch.setattr(packer, "cut_chunks", counted)
+    monkeypatch.setattr(packer, "_MOST_BYTES", 100_000)
+    for number in range(200):
+        bench.sender.prepare_pack(number, bench.sent)
+        bench.sender.prepare_pack("in use", bench.sent)
+    assert len(made) == 201
+    assert len(bench.sender._kept._known) < 30
+    assert bench.sender._kept._size_bytes <= 100_000
+
+
+def test_what_kept_tables_are_said_to_take_is_near_the_truth() -> None:
+    like = Dense(heads=8, layers=40, tokens=16, head_size=128, item=2, blocks=4_200)
+    producer, consumer = like.table(), replace(like, tp=2, base=DST, layout="BLHNC").table()
+    plan = planned(consumer, {Rank(): producer})[Rank()]
+    sender = Packer(producer, host_ring(SIZE), host_executor(), null_block=0)
+    blocks = (np.random.default_rng(1).permutation(4_199)[:4_096] + 1,)
+    pull = StagedPull(plan, (TokenRange(0, 65_536),), 8 << 20, blocks)
+    sender.prepare_pack("warm", pull)  # templates are the plan's
+    tracemalloc.start()
+    sender.prepare_pack("p", pull)
+    sender._kept._known["p"].tables.table(0)  # type: ignore[union-attr]
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    sender.ring.close()
+    assert 0.5 < sender._kept._known["p"].size_bytes / taken < 2
