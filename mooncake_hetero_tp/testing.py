@@ -251,12 +251,13 @@ class LoopbackEngine:
         with self._lock:
             self._leftovers = [left for left in self._leftovers if left.session != transport_session]
 
-    def close(self) -> None:
+    def close(self) -> bool:
         with self._lock:
             self._closed = True
             self._leftovers.clear()
             self._buffers = []
         self._fabric.leave(self._session)
+        return True
 
 
 def _require(

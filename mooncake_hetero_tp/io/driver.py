@@ -276,7 +276,8 @@ class Driver:
         for done in load.reads:
             if done.outcome.ok:
                 by_producer.setdefault(done.start.producer, []).append(done)
-        for producer, reads in by_producer.items():
+        for producer, ended in by_producer.items():
+            reads = _counted(ended)
             record = PullRecord(
                 request_id=load.asked.request_id,
                 transfer_id=load.asked.transfer_id,
@@ -293,3 +294,8 @@ class Driver:
             )
             self._around.book.pull(record)
             logger.info("%s", record)
+
+
+def _counted(reads: list[ReadDone]) -> list[ReadDone]:
+    """What brought the bytes: a pull that could not be staged to its end was read directly, from its start."""
+    return [done for done in reads if isinstance(done.start, StartRead) and not done.outcome.chunks] or reads

@@ -89,6 +89,8 @@ class MooncakeEngine:
         self._make_foreign = make_foreign or _mooncake_factory(host, protocol, device_name)
         self._buffers: list[Buffer] | None = None
         self._served: Session | None = None
+        self._retired: Session | None = None
+        """The one that served, from `close` on."""
         self._serves, self._reads = serves, reads
         self._sessions = SessionTable(self._new_session, per_peer=protocol == "tcp", max_sessions=limits.max_sessions)
         self._reader = Reader(self._sessions, limits, clock, timeout_s)
@@ -127,16 +129,17 @@ class MooncakeEngine:
         if not self._sessions.fence(transport_session, _CLOSE_S):
             raise TransferError(f"reads from {transport_session} are still running after {_CLOSE_S:g} s")
 
-    def close(self) -> None:
+    def close(self) -> bool:
         with self._closing:
-            served, self._served = self._served, None
-            if served is not None:
-                served.retire()
+            if self._served is not None:
+                self._retired, self._served = self._served, None
+                self._retired.retire()
             dead = self._sessions.close(_CLOSE_S)
-            if served is not None:
-                dead = served.wait_dead(_CLOSE_S) and dead
+            if self._retired is not None:
+                dead = self._retired.wait_dead(_CLOSE_S) and dead
         if not dead:
             logger.error("a Mooncake call is still running after %g s; its engine is left behind", _CLOSE_S)
+        return dead
 
 
 # --- loading Mooncake ----------------------------------------------------------------------------

@@ -261,13 +261,14 @@ class WorkerRuntime:
             if self._reads is not None:
                 self._reads.stop_all()
             self._resolvers.close(_QUERY_JOIN_S, drop_queued=True)
-            ended = self._read_pool.close(_READ_JOIN_S) and self._gather_pool.close(_GATHER_JOIN_S, drop_queued=True)
-            if not ended:
+            read = self._read_pool.close(_READ_JOIN_S)
+            packed = self._gather_pool.close(_GATHER_JOIN_S, drop_queued=True)
+            if not (read and packed):
                 logger.error("a read or a gather of %s did not end in time", self._identity)
             if self._server is not None:
                 self._server.close()
-            self._engine.close()
-            if ended:  # else something may still use them, and they go with the process
+            dead = self._engine.close()
+            if read and packed and dead:  # else something may still use them, and they go with the process
                 for ring in self._rings:
                     ring.close()
 

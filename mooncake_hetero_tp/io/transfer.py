@@ -101,5 +101,5 @@ class TransferEngine(Protocol):
             TransferError: not reached in time; call again.
         """
 
-    def close(self) -> None:
-        """Unregister everything and end all sessions. Idempotent."""
+    def close(self) -> bool:
+        """Unregister everything and end all sessions; whether nothing can touch the memory any more. Idempotent."""

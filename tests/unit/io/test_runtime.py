@@ -17,9 +17,10 @@ from mooncake_hetero_tp.core.cost import Mode
 from mooncake_hetero_tp.core.effects import Kept, PullRequest
 from mooncake_hetero_tp.core.producer import ProducerConfig
 from mooncake_hetero_tp.errors import ConfigError, LocalUsageError, NativeError, TransferError
+from mooncake_hetero_tp.io import runtime as runtime_module
 from mooncake_hetero_tp.io.packer import Packer
 from mooncake_hetero_tp.io.runtime import Finished, Handover, RuntimeConfig, StepWork, WorkerRuntime
-from mooncake_hetero_tp.io.staging import RingSize
+from mooncake_hetero_tp.io.staging import RingSize, StagingRing, host_ring
 from mooncake_hetero_tp.testing import FakeClock, LoopbackEngine, LoopbackFabric
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank, RequestId, TokenRange, TransferId
 from tests.handovers import CONSUMER, PRODUCER, Handovers
@@ -141,6 +142,29 @@ def test_chunks_that_cannot_be_packed_are_read_directly(monkeypatch: pytest.Monk
         failed = sum(runtime.stats().gathers_failed for runtime in pair.producers.values())
     assert bench.wrong_bytes(load) == 0
     assert failed >= 1
+
+
+def test_a_pull_that_was_staged_in_part_counts_as_what_it_became(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = Packer.pack
+
+    def refuse_late(self: Packer, key: Any, pull: Any, chunk: int, slot: Any) -> int:
+        if chunk > 1:
+            raise NativeError("no")
+        return pack(self, key, pull, chunk, slot)
+
+    monkeypatch.setattr(Packer, "pack", refuse_late)
+    bench = Bench(**STAGED)
+    load = bench.load("a", 27)
+    with bench.pair as pair:
+        pair.keep(load)
+        pair.pull(load)
+        assert pair.wait_loaded(load)
+        stats = [runtime.stats() for runtime in pair.consumers.values()]
+    assert bench.wrong_bytes(load) == 0
+    for taken in stats:
+        (pull,) = taken.pulls
+        assert (pull.mode, taken.pulls_staged, pull.bytes) == ("direct", 0, 27 * 3 * 2 * 2 * 8 * 2)
+        assert "could not pack it" in pull.why
 
 
 def test_chunks_that_cannot_be_unpacked_fail_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,3 +568,33 @@ def test_the_end_waits_for_a_read_that_runs_and_is_bounded() -> None:
     closing.join(20)
     assert not closing.is_alive()
     assert not any(engine.running for engine in bench.reading)
+
+
+def test_threads_that_pack_end_although_a_read_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_module, "_READ_JOIN_S", 0.1)
+    runtime, go_on = lone(producing(consumer=ConsumerConfig(), staging=STAGED["staging"])), threading.Event()
+    runtime.start()
+    runtime._read_pool.submit(lambda: until(go_on.is_set))
+    runtime._gather_pool.submit(lambda: None)
+    runtime.close()
+    assert not any(thread.name.startswith("mht-gather") for thread in threading.enumerate())
+    go_on.set()
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_rings_go_only_when_the_engine_has_let_go_of_them(*, dead: bool) -> None:
+    class Lingering(LoopbackEngine):
+        def close(self) -> bool:
+            return super().close() and dead
+
+    freed: list[RingSize] = []
+
+    def make_ring(size: RingSize) -> StagingRing:
+        return StagingRing(host_ring(size).address_of(0), size, lambda: freed.append(size))
+
+    rank = build_rank(SideSpec(), [Layer("a")], 2, Rank(), Arena(1 << 16))
+    config = producing(consumer=ConsumerConfig(), staging=STAGED["staging"])
+    runtime = WorkerRuntime(config, IDENTITY, rank.table, Lingering(LoopbackFabric()), make_ring=make_ring)
+    runtime.start()
+    runtime.close()
+    assert len(freed) == (2 if dead else 0)
