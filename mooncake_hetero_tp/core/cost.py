@@ -18,8 +18,8 @@ import msgspec
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
-DEFAULT_SLOTS: Final = 8
-"""Slots that one pull may have in flight: 64 MiB of staging memory in slots of 8 MiB."""
+DEFAULT_SLOTS: Final = 4
+"""Slots that one pull may have in flight (`ConsumerConfig.staging_window`)."""
 
 
 class Mode(StrEnum):

@@ -205,7 +205,7 @@ class StartRead(msgspec.Struct, frozen=True, eq=False):
     consumer_blocks: tuple[BlockIds, ...]
     deadline: float
     staging: Offer | None = None
-    """What both rings have at least, if it may be staged (see `ReadOutcome.chunks`); None: read it directly."""
+    """The slots that it can have at most, if it may be staged (see `ReadOutcome.chunks`); None: read it directly."""
 
 
 class StartChunk(msgspec.Struct, frozen=True, eq=False):

@@ -125,11 +125,11 @@ class Stagings:
         return self._by_pull.get(pull)
 
     def offer(self, pull: PairPull) -> Offer | None:
-        """What both rings have at least; None: this pull cannot be staged."""
+        """The slots that one pull can have at most, and what they hold; None: this pull cannot be staged."""
         ours, theirs = self._config.staging, pull.welcome.staging
         if ours is None or theirs is None or len(self._cuts(pull.plan)) > MAX_CUTS:
             return None
-        return Offer(min(ours.slot_bytes, theirs.slot_bytes), min(ours.slots, theirs.slots))
+        return Offer(min(ours.slot_bytes, theirs.slot_bytes), min(ours.slots, theirs.slots, self._window))
 
     def reads_of(self, pull: PairPull) -> list[ReadId]:
         """Reads of its chunks that have not returned."""

@@ -34,6 +34,8 @@ _SMALL_BYTES: Final = 256
 _SMALL_COUNT: Final = 64
 _TRIES: Final = 2
 """The faster of so many: the first may meet a busy moment."""
+_ENDED_PER_RUNNING: Final = 8
+"""A path that is never idle is looked at when what still runs, and counts later, is a small part of what it moved."""
 
 
 def pull_key(start: StartRead | StartChunk) -> Hashable:
@@ -51,17 +53,25 @@ class Chosen(NamedTuple):
 
 @dataclass(slots=True)
 class _Busy:
-    """A time in which at least one read of a path ran."""
+    """A time in which at least one read of a path ran; the sums are of those that have ended."""
 
     since: float
     running: int = 0
+    ended: int = 0
     descriptors: int = 0
     bytes: int = 0
 
-    def add(self, tallies: Iterable[ReadTally]) -> None:
+    def end(self, tallies: Iterable[ReadTally]) -> None:
+        self.running -= 1
+        self.ended += 1
         for tally in tallies:
             self.descriptors += tally.descriptors
             self.bytes += tally.bytes
+
+    def begin(self, now: float) -> None:
+        """Count anew."""
+        self.since = now
+        self.ended = self.descriptors = self.bytes = 0
 
 
 @dataclass(slots=True)
@@ -106,7 +116,7 @@ class Chooser:
 
     @contextmanager
     def watching(self, peer: str) -> Iterator[list[ReadTally]]:
-        """Around one read: what it puts into the list is counted when no read of this path runs any more.
+        """Around one read: what it puts into the list is counted with what else the path moves at that time.
 
         Reads overlap, so what one of them takes says little; what all of them took together is the path's rate.
         """
@@ -118,12 +128,18 @@ class Chooser:
             yield tallies
         finally:
             with self._lock:
-                busy.running -= 1
-                busy.add(tallies)
-                if not busy.running:
-                    del self._busy[peer]
-                    seconds = time.perf_counter() - busy.since
-                    self._refine_locked(peer, lambda known: known.read(busy.descriptors, busy.bytes, seconds))
+                busy.end(tallies)
+                self._look_locked(peer, busy)
+
+    def _look_locked(self, peer: str, busy: _Busy) -> None:
+        """A read has ended."""
+        if busy.ended < _ENDED_PER_RUNNING * busy.running:
+            return
+        now = time.perf_counter()
+        self._refine_locked(peer, lambda known: known.read(busy.descriptors, busy.bytes, now - busy.since))
+        busy.begin(now)
+        if not busy.running:
+            del self._busy[peer]
 
     def unpacked(self, chunk: StartChunk, scatter_s: float) -> None:
         """A chunk was packed there and unpacked here."""

@@ -30,7 +30,7 @@ def reason(pair: StagedPair) -> str:
 
 def test_a_staged_load(pair: StagedPair) -> None:
     pair.load()
-    assert pair.reads[0].staging == Offer(64, 4)
+    assert pair.reads[0].staging == Offer(64, 3)
     first = pair.started[0]
     assert (first.request_id, first.producer, first.transport_session) == (
         "d-1",

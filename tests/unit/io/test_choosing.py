@@ -151,6 +151,18 @@ def test_overlapping_reads_count_together() -> None:
     assert bench.chooser.rates(PEER).descriptor_s < before, "2,000 in some 10 ms is faster than 25 us each"
 
 
+def test_a_path_that_is_never_idle_is_refined_too() -> None:
+    """Under steady load some read always runs, and a path that slows down must not be believed fast for ever."""
+    bench = Bench(Mode.STAGED)
+    before = bench.chooser.rates(PEER).descriptor_s
+    with bench.chooser.watching(PEER):
+        for _ in range(20):
+            with bench.chooser.watching(PEER) as tallies:
+                time.sleep(0.002)
+                tallies.append(ReadTally(100, 16, 1))
+        assert bench.chooser.rates(PEER).descriptor_s > before, "125 us each"
+
+
 def test_a_read_that_fails_teaches_nothing() -> None:
     bench = Bench(Mode.STAGED)
     with pytest.raises(TransferError), bench.chooser.watching(PEER):
