@@ -7,17 +7,26 @@ units, so it says so, in the order of its plan; everything else is in the tables
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 from mooncake_hetero_tp.core.messages import PairCut
 from mooncake_hetero_tp.core.pairing import PairPlan, RegionPair, make_pair_plan
 from mooncake_hetero_tp.core.regions import RankTable, Region, UnitCut, intersect
 from mooncake_hetero_tp.errors import PeerProtocolError
 
+_known: WeakKeyDictionary[PairPlan, tuple[PairCut, ...]] = WeakKeyDictionary()
+"""As long as the plan lives: a consumer rank asks several times a pull, in the thread that answers everybody."""
 
-@lru_cache(maxsize=64)
+
 def pair_cuts(plan: PairPlan) -> tuple[PairCut, ...]:
     """What is read from which region into which."""
+    cuts = _known.get(plan)
+    if cuts is None:
+        cuts = _known[plan] = _cuts(plan)
+    return cuts
+
+
+def _cuts(plan: PairPlan) -> tuple[PairCut, ...]:
     consumer, producer = _places(plan.consumer), _places(plan.producer)
     return tuple(
         PairCut(consumer[_key(pair.consumer)], producer[_key(pair.producer)], cut.global_start, cut.count)

@@ -6,6 +6,9 @@ memory as it lies. Everything in that order is known to both ranks. Then each si
 memory, which leaves the order of the bytes as it was: a token-major producer gathers 256-byte pieces where the
 head-major consumer scatters whole pages.
 
+That order, and how `core/chunks.py` cuts, are part of the protocol: a side that packs in another order needs another
+`PROTOCOL_VERSION`, for a chunk of the right length in the wrong order is nothing that the other side could see.
+
 Bytes are right because the templates are (`CopyClass.template` is checked against the regions' elements): a table
 only adds the same run and member offsets that `bind` adds.
 """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import msgspec
 import pytest
 
@@ -45,3 +48,14 @@ def test_cuts_are_places_in_both_tables_and_global_units() -> None:
 def test_cuts_that_name_what_is_not_there(cut: PairCut, words: str) -> None:
     with pytest.raises(PeerProtocolError, match=words):
         plan_of_cuts(CONSUMER, PRODUCERS[Rank(tp=0)], (cut,))
+
+
+def test_cuts_are_made_once_a_plan_and_live_as_long() -> None:
+    """However many producer ranks there are; a plan holds two region tables."""
+    plans = [plan_pulls(CONSUMER, PRODUCERS)[Rank()] for _ in range(100)]
+    made = [pair_cuts(plan) for plan in plans]
+    assert all(pair_cuts(plan) is cuts for plan, cuts in zip(plans, made, strict=True))
+    last = weakref.ref(plans[-1])
+    plans.clear()
+    gc.collect()
+    assert last() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import threading
 import time
 import tracemalloc
@@ -167,3 +168,23 @@ def test_what_kept_tables_are_said_to_take_is_near_the_truth() -> None:
     tracemalloc.stop()
     sender.ring.close()
     assert 0.5 < sender._kept._known["p"].size_bytes / taken < 2
+
+
+def test_what_lies_in_a_slot_is_part_of_the_protocol() -> None:
+    """If this fails, two versions of this package would hand over wrong bytes: raise `PROTOCOL_VERSION`."""
+    layers = [Layer("a", units=4, channels=4), Layer("b", units=4, channels=4), Layer("c", "latent", channels=8)]
+    specs = SideSpec(block_size=4, num_blocks=8), SideSpec(tp=2, block_size=6, kernel_block_size=3, layout="BHLNC")
+    memories = [build_rank(spec, layers, 2, Rank(), Arena(1 << 16)) for spec in specs]
+    plan = plan_pulls(memories[1].table, {Rank(): memories[0].table})[Rank()]
+    ring = host_ring(SIZE)
+    sender = Packer(memories[0].table, ring, host_executor(), null_block=0)
+    ranges = (TokenRange(3, 17), NOTHING)
+    blocks = (np.array([2, 5, 7, 1, 4]), np.array([1]))
+    memories[0].fill(blocks, (TokenRange(0, 17), NOTHING))
+    pull = StagedPull(plan, ranges, SIZE.slot_bytes, blocks)
+    packed = hashlib.sha256()
+    for chunk in range(sender.prepare_pack("p", pull)):
+        length = sender.pack("p", pull, chunk, Slot(0))
+        packed.update(length.to_bytes(4, "little") + view(ring.address_of(0), length).tobytes())
+    ring.close()
+    assert packed.hexdigest() == "d2eddc2a2d00f194fe4a8203a8cabd6d0e32ec3e62b272edefd8517cef106038"
