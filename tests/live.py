@@ -15,8 +15,10 @@ import msgspec
 from mooncake_hetero_tp.config import HostPort
 from mooncake_hetero_tp.core.codec import decode_from_consumer, encode
 from mooncake_hetero_tp.core.effects import Notice, Reply
+from mooncake_hetero_tp.core.messages import Offer
 from mooncake_hetero_tp.core.producer import ProducerConfig, ProducerMachine
 from mooncake_hetero_tp.core.regions import RankTable
+from mooncake_hetero_tp.core.shelf import Ring
 from mooncake_hetero_tp.io.bootstrap import BootstrapServer, Registration
 from mooncake_hetero_tp.io.bootstrap_client import register
 from mooncake_hetero_tp.io.control import ControlChannel, FromConsumer
@@ -82,7 +84,10 @@ class Producer:
         self.identity = identity
         self.table = table
         config = ProducerConfig(keep_s=100.0, lease_s=10.0)
-        self.machine = ProducerMachine(identity, table, f"{HOST}:7000", config, draw=iter(range(1, 1000)).__next__)
+        ring = Ring(Offer(slot_bytes=4096, slots=4), lambda slot: 4096 * (1 + slot))
+        self.machine = ProducerMachine(
+            identity, table, f"{HOST}:7000", config, draw=iter(range(1, 1000)).__next__, ring=ring
+        )
         self.log: list[str] = []
 
     def answer(self, frame: bytes) -> bytes | None:

@@ -31,6 +31,13 @@ class GroupSummary(msgspec.Struct, frozen=True):
     """Of KV cache, padding not counted."""
 
 
+class StagingSummary(msgspec.Struct, frozen=True):
+    """A rank's staging ring."""
+
+    slot_bytes: int
+    slots: int
+
+
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One rank; what only it can say is empty where there is a fault."""
 
@@ -48,6 +55,8 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     layout: str | None = None
     encodings: list[str] = []
     registered_bytes: int | None = None
+    staging: StagingSummary | None = None
+    """Slots that it packs into; None: it is read directly."""
     groups: list[GroupSummary] = []
 
 
@@ -146,6 +155,7 @@ def _rank(one: RankReport) -> RankSummary:
         layout=table.layout,
         encodings=list(dict.fromkeys(region.encoding for region in table.regions)),
         registered_bytes=sum(buffer.length_bytes for buffer in table.buffers),
+        staging=None if answer.staging is None else StagingSummary(answer.staging.slot_bytes, answer.staging.slots),
         groups=[_group(group, table) for group in table.groups],
     )
 

@@ -52,9 +52,11 @@ def _engine(engine: EngineSummary) -> Iterator[str]:
 def _rank(rank: RankSummary) -> str:
     if rank.status != "ok":
         return rank.status
+    ring = rank.staging
+    staging = f"{ring.slots} staging slots of {ring.slot_bytes} bytes" if ring else "no staging"
     return (
         f"incarnation {rank.incarnation}, layout {rank.layout}, encoding {', '.join(rank.encodings) or 'none'}, "
-        f"{rank.registered_bytes} bytes registered, lease {rank.lease_s} s, answers in {rank.latency_ms} ms"
+        f"{rank.registered_bytes} bytes registered, {staging}, lease {rank.lease_s} s, answers in {rank.latency_ms} ms"
     )
 
 

@@ -84,7 +84,7 @@ def test_a_producer_is_described_line_by_line(told: Told) -> None:
             registered = producer.table.buffers[0].length_bytes
             for word in (
                 f"incarnation {producer.identity.incarnation}", "layout LBHNC", "encoding packed",
-                f"{registered} bytes registered", "lease 10.0 s", "answers in ",
+                f"{registered} bytes registered", "4 staging slots of 4096 bytes", "lease 10.0 s", "answers in ",
             ):  # fmt: skip
                 assert word in lines[2 + tp]
         assert lines[4] == (
@@ -112,7 +112,7 @@ def test_a_producer_in_json(told: Told) -> None:
             "pp": 0, "tp": 1, "address": second["address"], "status": "ok", "fault": None,
             "incarnation": producer.identity.incarnation, "protocol_version": 1, "transport_session": "127.0.0.1:7000",
             "lease_s": 10.0, "layout": "LBHNC", "encodings": ["packed"],
-            "registered_bytes": producer.table.buffers[0].length_bytes,
+            "registered_bytes": producer.table.buffers[0].length_bytes, "staging": {"slot_bytes": 4096, "slots": 4},
             "groups": [{
                 "index": 0, "kind": "attention", "block_size": 32, "kernel_block_size": 32, "layers": 4, "regions": 8,
                 "num_blocks": 64, "bytes": 4 * 64 * 32 * 4 * 2 * 64 * 2,
