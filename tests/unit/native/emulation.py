@@ -13,7 +13,13 @@ from mooncake_hetero_tp.native._library import Ranges
 from mooncake_hetero_tp.native.status import TEXTS, Status, StatusError
 
 CSRC = Path(__file__).parents[3] / "csrc"
-SOURCES = ("tests/emulation.cpp", "src/check.cpp", "src/overlap.cpp", "src/tile_table.cpp")
+SOURCES = (
+    "tests/emulation_library.cpp",
+    "tests/emulation.cpp",
+    "src/check.cpp",
+    "src/overlap.cpp",
+    "src/tile_table.cpp",
+)
 INCLUDES = ("include", "src", "kernels")
 
 
