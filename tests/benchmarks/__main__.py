@@ -22,7 +22,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks import bind, engines, payload, reads
+from tests.benchmarks import bind, engines, gpu, kernels, payload, reads
 from tests.benchmarks.rows import Report, Row
 
 OUTPUT = Path("build/bench.json")
@@ -67,6 +67,8 @@ def sections(quick: bool, say: Callable[[str], None]) -> list[Section]:
     pairs = engines.Engines(say, quick=quick)
     return [
         Section("plan", bind.rows(), lambda report: bind.measure(report, quick=quick)),
+        Section("kernels", kernels.rows(), lambda report: kernels.measure(report, quick=quick)),
+        Section("gpu", gpu.rows(), lambda report: gpu.measure(report, quick=quick)),
         Section("control", payload.rows(), payload.measure),
         Section("reads", reads.rows(), lambda report: reads.measure(report, quick=quick)),
         Section("engines", engines.rows(), pairs.measure),

@@ -32,6 +32,7 @@ PACKAGES = (
     "pyzmq",
 )
 EARLIER = "(earlier run) "
+NOT_REACHED = "not measured: the run ended before it"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ class Report:
         """All rows there are; `is_wanted` says which of them will be measured."""
         for row in rows:
             wanted = is_wanted(row.name)
-            why = "not measured: the run ended before it" if wanted else "left out by --only"
+            why = NOT_REACHED if wanted else "left out by --only"
             self.rows[row.name] = row.unmeasured(why)
             self.wanted |= {row.name} if wanted else set()
 
@@ -171,9 +172,9 @@ class Report:
         self.write()
 
     def excuse(self, rows: Sequence[Row], why: str) -> None:
-        """Say why those of `rows` that have no value have none."""
+        """Say why those of `rows` that have no value have none; a reason that was given before stays."""
         for row in rows:
-            if self.rows[row.name].value is None and row.name in self.wanted:
+            if self.rows[row.name].note == NOT_REACHED:
                 self.rows[row.name] = self.rows[row.name].unmeasured(why)
         self.write()
 
