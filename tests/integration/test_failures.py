@@ -1,4 +1,7 @@
-"""Peers that stop, die and come back, and clients that go, on a clock that the test moves; real ZMQ, HTTP and threads."""
+"""Peers that stop, die and come back, and clients that go, on a clock that the test moves; real ZMQ, HTTP and threads.
+
+Every one of them in pulls that are read directly, and in pulls that are staged in more chunks than they may have slots.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 
 from mooncake_hetero_tp.config import HostPort
 from mooncake_hetero_tp.core.consumer import ConsumerConfig
+from mooncake_hetero_tp.core.cost import Mode
 from mooncake_hetero_tp.core.producer import ProducerConfig
 from mooncake_hetero_tp.io.runtime import StepWork, WorkerRuntime
+from mooncake_hetero_tp.io.staging import RingSize
 from mooncake_hetero_tp.testing import FakeClock, Load, LoopbackEngine, LoopbackFabric
 from mooncake_hetero_tp.types import Identity, Incarnation, Rank
 from tests.handovers import Handovers
@@ -29,7 +35,7 @@ DRIFT = ProducerConfig().clock_drift
 class Bench(Handovers):
     """Hand-overs TP1 -> TP2 on a fake clock; time passes in steps that let the threads act."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.clock = FakeClock()
         self.fabric = LoopbackFabric()
         self.serving: list[LoopbackEngine] = []
@@ -40,6 +46,7 @@ class Bench(Handovers):
             producer_config=ProducerConfig(keep_s=KEEP_S, lease_s=LEASE_S),
             consumer_config=ConsumerConfig(deadline_s=DEADLINE_S),
             close_timeout_s=0.1,
+            **options,
         )
 
     def _make(self, serves: bool) -> LoopbackEngine:
@@ -137,16 +144,26 @@ def killed(bench: Bench, rank: Rank) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
+WAYS: dict[str, dict[str, Any]] = {
+    "direct": {"transfer_mode": Mode.DIRECT},
+    "staged": {"transfer_mode": Mode.STAGED, "staging": RingSize(slot_bytes=1024, slots=8)},
+}
+
+
+@pytest.fixture(params=WAYS)
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(**WAYS[request.param])
     with bench.pair:
         yield bench
 
 
+directly = pytest.mark.parametrize("bench", ["direct"], indirect=True)
+"""Nothing is read."""
+
 # --- clients that go -----------------------------------------------------------------------------
 
 
+@directly
 def test_release_before_any_pull_frees_at_once(bench: Bench) -> None:
     load = bench.load("a", 27)
     bench.pair.keep(load)
@@ -155,6 +172,7 @@ def test_release_before_any_pull_frees_at_once(bench: Bench) -> None:
     assert bench.loaded(bench.load("b", 27))
 
 
+@directly
 def test_nobody_comes_and_the_blocks_are_free_at_their_expiry(bench: Bench) -> None:
     load = bench.load("a", 27)
     bench.pair.keep(load)
@@ -215,6 +233,26 @@ def test_renewals_carry_a_read_over_many_leases_but_not_over_its_deadline(bench:
         bench.begin(long)
         bench.pass_time(DEADLINE_S + LEASE_S)
     assert not bench.pair.wait_loaded(long)
+
+
+def test_chunks_that_wait_for_a_slot_end_with_their_lease_and_every_slot_comes_home() -> None:
+    bench = Bench(transfer_mode=Mode.STAGED, staging=RingSize(slot_bytes=1024, slots=1))
+    with bench.pair:
+        first, second = bench.load("a", 27), bench.load("b", 27)
+        with bench.held_reads():
+            for load in (first, second):
+                bench.pair.keep(load)
+                bench.pair.pull(load)
+            until(lambda: any(engine.running for engine in bench.reading))
+            with stopped(*bench.pair.producers.values()):
+                bench.pass_time(LEASE_S + 1)
+                assert sum(engine.running for engine in bench.reading) == 1, "the one slot of the producer's ring"
+        assert not any(bench.pair.wait_loaded(load) for load in (first, second))
+        assert bench.loaded(bench.load("c", 27))
+        for runtime in bench.pair.producers.values():
+            assert runtime._driver is not None
+            assert runtime._driver._producer is not None
+            assert runtime._driver._producer._shelf._slots.all_home
 
 
 # --- engines that die ----------------------------------------------------------------------------

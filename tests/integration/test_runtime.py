@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mooncake_hetero_tp.core.binding import Descriptors
 from mooncake_hetero_tp.core.consumer import ConsumerConfig
+from mooncake_hetero_tp.core.cost import Mode
 from mooncake_hetero_tp.io.engine import MooncakeEngine
+from mooncake_hetero_tp.io.staging import RingSize
 from mooncake_hetero_tp.types import Rank
 from tests.handovers import CONSUMER, PRODUCER, SENTINEL, Handovers
 from tests.oracle_memory import SideSpec
@@ -33,7 +36,12 @@ def make_engine() -> Iterator[MakeEngine]:
         engine.close()
 
 
+RING = RingSize(slot_bytes=2048, slots=3)
+WAYS = [pytest.param({"transfer_mode": mode, "staging": RING}, id=mode) for mode in Mode]
+
+
 @pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "producer,consumer",
     [
@@ -42,9 +50,9 @@ def make_engine() -> Iterator[MakeEngine]:
     ],
 )
 def test_a_hand_over_is_exact_and_both_sides_end_clean(
-    make_engine: MakeEngine, producer: SideSpec, consumer: SideSpec
+    make_engine: MakeEngine, producer: SideSpec, consumer: SideSpec, way: dict[str, Any]
 ) -> None:
-    handovers = Handovers(make_engine, producer=producer, consumer=consumer)
+    handovers = Handovers(make_engine, producer=producer, consumer=consumer, **way)
     loads = [handovers.load("first", 27), handovers.load("one", 1), handovers.load("hit", 61, skip=24)]
     with handovers.pair as pair:
         pair.pull(loads[0])
@@ -60,18 +68,23 @@ def test_a_hand_over_is_exact_and_both_sides_end_clean(
     assert handovers.wrong_bytes(*loads) == 0
     per_token = 3 * 2 * 4 * 8 * 2 // consumer.tp
     assert [taken.bytes_pulled for taken in stats] == [(27 + 1 + 61 - 24) * per_token] * consumer.tp
+    if way["transfer_mode"] is not Mode.AUTO:
+        pulls = 3 * producer.tp if way["transfer_mode"] is Mode.STAGED else 0
+        assert [taken.pulls_staged for taken in stats] == [pulls] * consumer.tp
 
 
-def test_a_session_poisoned_on_purpose_is_replaced_without_a_restart(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_session_poisoned_on_purpose_is_replaced_without_a_restart(
+    make_engine: MakeEngine, way: dict[str, Any]
+) -> None:
     engines: list[MooncakeEngine] = []
 
     def keep_engines(serves: bool) -> MooncakeEngine:
         engines.append(make_engine(serves))
         return engines[-1]
 
-    handovers = Handovers(
-        keep_engines, consumer=SideSpec(tp=1, block_size=8, kernel_block_size=8, num_blocks=32, layout="BLHNC")
-    )
+    consumer = SideSpec(tp=1, block_size=8, kernel_block_size=8, num_blocks=32, layout="BLHNC")
+    handovers = Handovers(keep_engines, consumer=consumer, **way)
     first, second = handovers.load("first", 27), handovers.load("second", 27)
     with handovers.pair as pair:
         for load in (first, second):
