@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mooncake_hetero_tp.core.cuts import plan_of_cuts
+from mooncake_hetero_tp.core.cuts import pair_cuts, plan_of_cuts
 from mooncake_hetero_tp.core.effects import Gather, GatherId, GatherOutcome
 from mooncake_hetero_tp.core.messages import PairCut
 from mooncake_hetero_tp.core.pairing import PairPlan
@@ -20,7 +20,7 @@ from mooncake_hetero_tp.io.pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 _KEPT_PLANS = 64
-"""Pairs of this rank with a consumer rank."""
+"""Pairs of this rank with a consumer rank; with more of them, a plan is made for every pull."""
 
 
 @dataclass(slots=True)
@@ -45,13 +45,19 @@ class Gathers:
             return GatherOutcome(error=repr(error))
 
     def _packed(self, gather: Gather) -> GatherOutcome:
-        plan = _plan(gather.consumer_table, self.packer.table, gather.cuts)
-        pull = StagedPull(plan, gather.ranges, gather.chunk_bytes, gather.blocks)
         key = (gather.consumer, gather.request_id)
+        pull = StagedPull(self._plan(key, gather), gather.ranges, gather.chunk_bytes, gather.blocks)
         self.packer.prepare_pack(key, pull)  # once a pull, and no part of the rate at which chunks are packed
         began = time.perf_counter()
         length_bytes = self.packer.pack(key, pull, gather.chunk, gather.slot)
         return GatherOutcome(length_bytes, round(1e6 * (time.perf_counter() - began)))
+
+    def _plan(self, key: Hashable, gather: Gather) -> PairPlan:
+        """That of the pull's last chunk: with another one, however alike, its tables would have to be made anew."""
+        plan = self.packer.plan_of(key)
+        if plan is not None and plan.consumer is gather.consumer_table and pair_cuts(plan) == gather.cuts:
+            return plan
+        return _known_plan(_Pair(gather.consumer_table, self.packer.table), gather.cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +72,6 @@ class _Pair:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Pair) and self.consumer is other.consumer and self.producer is other.producer
-
-
-def _plan(consumer: RankTable, producer: RankTable, cuts: tuple[PairCut, ...]) -> PairPlan:
-    return _known_plan(_Pair(consumer, producer), cuts)
 
 
 @lru_cache(maxsize=_KEPT_PLANS)

@@ -76,6 +76,12 @@ class _Tables:
                 self._weigh(kept, chunks)
         return tables
 
+    def plan_of(self, key: Hashable) -> PairPlan | None:
+        """By which the pull with this key was cut last."""
+        with self._lock:
+            kept = self._known.get(key)
+        return None if kept is None else kept.pull.plan
+
     def _entry(self, key: Hashable, pull: StagedPull) -> _Kept:
         with self._lock:
             kept = self._known.get(key)
@@ -115,6 +121,10 @@ class Packer:
     def offer(self) -> Offer:
         """What the handshake says of the ring."""
         return Offer(self.ring.size.slot_bytes, self.ring.size.slots)
+
+    def plan_of(self, key: Hashable) -> PairPlan | None:
+        """By which the pull with this key was packed or unpacked last; None: it is not known (any more)."""
+        return self._kept.plan_of(key)
 
     def prepare_pack(self, key: Hashable, pull: StagedPull) -> int:
         """Make the tables that `pack` needs; the number of chunks.

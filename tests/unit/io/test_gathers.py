@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mooncake_hetero_tp.core.chunks import cut_chunks
 from mooncake_hetero_tp.core.cuts import pair_cuts
 from mooncake_hetero_tp.core.effects import Gather, GatherId, GatherOutcome
 from mooncake_hetero_tp.core.plan import plan_pulls
 from mooncake_hetero_tp.core.slots import Slot
+from mooncake_hetero_tp.io import gathers, packer
 from mooncake_hetero_tp.io.gathers import Gathers
 from mooncake_hetero_tp.io.packer import Packer
 from mooncake_hetero_tp.io.pool import WorkerPool
@@ -37,8 +39,8 @@ class Bench:
         self.pool = WorkerPool("mht-test", 2)
         self.outcomes: dict[GatherId, GatherOutcome] = {}
         self.changed = threading.Condition()
-        packer = Packer(self.producer.table, self.ring, host_executor(), null_block=0)
-        self.gathers = Gathers(packer, self.pool, self._done)
+        sender = Packer(self.producer.table, self.ring, host_executor(), null_block=0)
+        self.gathers = Gathers(sender, self.pool, self._done)
 
     def _done(self, gather_id: GatherId, outcome: GatherOutcome) -> None:
         with self.changed:
@@ -77,6 +79,25 @@ def test_a_chunk_is_packed_into_its_slot(bench: Bench) -> None:
     assert outcome.error is None
     assert outcome.length_bytes >= 6 * 2 * 4 * 2
     assert outcome.gather_us >= 0
+
+
+def test_tables_of_a_pull_last_although_its_plan_had_to_make_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A producer rank may serve more consumer ranks than plans are kept of."""
+    made: list[object] = []
+
+    def counted(*args: Any) -> Any:
+        made.append(args)
+        return cut_chunks(*args)
+
+    monkeypatch.setattr(packer, "cut_chunks", counted)
+    same = {"blocks": (np.array([2, 5]), np.array([1]))}
+    for number in range(1, 4):
+        assert bench.gather(number, **same).error is None
+        gathers._known_plan.cache_clear()
+    assert len(made) == 1
+    assert bench.gather(4, **same, cuts=()).error is not None
 
 
 @pytest.mark.parametrize(
