@@ -44,24 +44,31 @@ def _touch(one: CopyClass, pages: Int64, other: CopyClass, other_pages: Int64) -
     """Whether any written page of a member of `one` reaches into one of a member of `other`."""
     if not pages.size or not other_pages.size:
         return False
-    (low, high), (other_low, other_high) = _hull(one), _hull(other)
-    starts = np.unique(pages) * one.geometry.dst.block_stride + low
-    other_starts = np.unique(other_pages) * other.geometry.dst.block_stride + other_low
-    ends, other_ends = starts + (high - low), other_starts + (other_high - other_low)
-    distances = np.unique(one.dst_bases[:, None] - other.dst_bases[None, :])
-    near = (distances + starts[0] < other_ends[-1]) & (distances + ends[-1] > other_starts[0])
-    for distance in distances[near].tolist():  # few: of layers that lie over one another most have the same
-        first = np.searchsorted(other_ends, starts + distance, side="right")
+    (bases, length), (other_bases, other_length) = _parts(one), _parts(other)
+    starts = np.unique(pages) * one.geometry.dst.block_stride
+    other_starts = np.unique(other_pages) * other.geometry.dst.block_stride
+    distances = (bases[:, None] - other_bases[None, :]).ravel()
+    near = (distances + starts[0] < other_starts[-1] + other_length) & (
+        distances + starts[-1] + length > other_starts[0]
+    )
+    for distance in np.unique(distances[near]).tolist():  # few: most of what lies over one another does so at none
+        first = np.searchsorted(other_starts + other_length, starts + distance, side="right")
         reached = np.append(other_starts, np.iinfo(np.int64).max)[first]
-        if bool((reached < ends + distance).any()):
+        if bool((reached < starts + distance + length).any()):
             return True
     return False
 
 
-def _hull(members: CopyClass) -> tuple[int, int]:
-    """[low, high) of one page of one member, relative to its base."""
-    regions = [pair.consumer for pair in members.members[0]]
-    base = regions[0].base
-    return min(region.base for region in regions) - base, max(
-        region.base + page_extent(region) for region in regions
-    ) - base
+def _parts(members: CopyClass) -> tuple[Int64, int]:
+    """Where the parts of page 0 of all members begin, and the length of the longest.
+
+    A page is one part for each component, and for each unit where other pages lie between its units.
+    """
+    offsets: list[int] = []
+    longest = 0
+    for region in (pair.consumer for pair in members.members[0]):
+        nested = region.unit.stride < region.block_stride
+        offset, units = region.base - members.members[0][0].consumer.base, 1 if nested else region.unit.count
+        offsets.extend(offset + unit * region.unit.stride for unit in range(units))
+        longest = max(longest, page_extent(region) - (units - 1) * region.unit.stride)
+    return (members.dst_bases[:, None] + np.array(offsets, np.int64)[None, :]).ravel(), longest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from mooncake_hetero_tp.core.binding import bind
 from mooncake_hetero_tp.core.forecast import forecast
@@ -13,7 +14,7 @@ from mooncake_hetero_tp.core.pairing import PairPlan
 from mooncake_hetero_tp.core.regions import Group, RankTable
 from mooncake_hetero_tp.errors import PlanError
 from mooncake_hetero_tp.types import Rank, TokenRange
-from tests.tables import DST, SRC, ids, planned, region, table
+from tests.tables import DST, SRC, Dense, ids, planned, region, table
 
 WHOLE = [TokenRange(0, 8)] * 2
 
@@ -53,6 +54,26 @@ def test_pages_that_reach_over_one_another_are_looked_at_closer() -> None:
     found = forecast(plan, WHOLE, blocks, blocks, exact_segments=0)
     assert found.bound is not None
     assert found.bound.bytes == 2 * 8 * 4
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_blocks_of_their_own_are_apart_in_every_layout(layout: str) -> None:
+    """Else what is too large to be bound would be bound in those where blocks lie between the heads of a page."""
+
+    def side(base: int) -> RankTable:
+        like = Dense(heads=4, layers=3, tokens=4, blocks=8, layout=layout, base=base).table()
+        twice = [
+            replace(region, group=group, layer=f"{region.layer}.{group}")
+            for group in range(2)
+            for region in like.regions
+        ]
+        return replace(
+            like, regions=tuple(twice), groups=tuple(Group(number, "attention", 4, 4) for number in range(2))
+        )
+
+    plan = planned(side(DST), {Rank(): side(SRC)})[Rank()]
+    assert groups_apart(plan, WHOLE, [ids([1, 5]), ids([2, 4])])
+    assert not groups_apart(plan, WHOLE, [ids([1, 5]), ids([2, 5])])
 
 
 def test_what_is_not_read_is_no_matter() -> None:
