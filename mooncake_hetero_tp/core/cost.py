@@ -172,10 +172,6 @@ class Measured(msgspec.Struct, frozen=True):
         """After one request for a chunk was answered; `seconds` without gathering and without waiting for a slot."""
         return self._takes("round_trip_s", 1, seconds)
 
-    def handled(self, chunks: int, seconds: float) -> Measured:
-        """After so many chunks took so long beside their bytes."""
-        return self._takes("chunk_s", chunks, seconds)
-
     def _takes(self, name: str, count: int, seconds: float, fewest: int = 1) -> Measured:
         if count < fewest or seconds <= 0:
             return self

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _SMALL_BYTES: Final = 256
 _SMALL_COUNT: Final = 64
+_REMEMBERED: Final = 1024
 _TRIES: Final = 2
 """The faster of so many: the first may meet a busy moment."""
 _ENDED_PER_RUNNING: Final = 8
@@ -83,6 +85,8 @@ class Chooser:
     packer: Packer
     _paths: dict[str, Measured] = field(default_factory=dict)
     _busy: dict[str, _Busy] = field(default_factory=dict)
+    _asked: OrderedDict[Hashable, float] = field(default_factory=OrderedDict)
+    """Staged pulls of which no chunk has come -> when they were about to be asked for."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def choose(self, start: StartRead, expected: Forecast, deadline: Deadline) -> Chosen:
@@ -107,7 +111,20 @@ class Chooser:
         if choice.mode is not Mode.STAGED or not expected.length_bytes:
             return Chosen(choice, 0)
         pull = StagedPull(start.plan, start.ranges, chunk_bytes, start.consumer_blocks)
-        return Chosen(choice, self.packer.prepare_unpack(pull_key(start), pull))
+        chunks = self.packer.prepare_unpack(pull_key(start), pull)
+        with self._lock:
+            self._asked[pull_key(start)] = time.perf_counter()
+            while len(self._asked) > _REMEMBERED:  # pulls that ended before their first chunk came
+                self._asked.popitem(last=False)
+        return Chosen(choice, chunks)
+
+    def answered(self, chunk: StartChunk) -> None:
+        """A chunk is about to be read: the first of a pull tells how long asking takes, waiting for slots included."""
+        with self._lock:
+            asked = self._asked.pop(pull_key(chunk), None)
+            if asked is not None:
+                seconds = time.perf_counter() - asked - 1e-6 * chunk.gather_us
+                self._refine_locked(chunk.transport_session, lambda known: known.answered(seconds))
 
     def rates(self, peer: str) -> Rates:
         """What is believed of the path to a peer."""

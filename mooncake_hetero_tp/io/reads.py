@@ -211,6 +211,8 @@ class Reads:
         tools, packer = self.tools, self.tools.packer
         if packer is None:
             raise LocalUsageError("a staged chunk for a worker without a staging ring")
+        if tools.chooser is not None:
+            tools.chooser.answered(start)
         source, target, length = (
             np.array([number], np.int64)
             for number in (start.address, packer.ring.address_of(start.slot), start.length_bytes)

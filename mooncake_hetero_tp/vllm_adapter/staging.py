@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 _MIB: Final = 1 << 20
 _COPIES, _OFFSETS = 4096, 1 << 18
 """Room of a call's table: rows, and pages listed in them; a chunk has some hundred rows."""
-_MAX_CALLS: Final = 32
+_SPARE_CALLS: Final = 8
+"""Calls at once beyond those of the threads that read: gathers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,13 @@ class CudaExecutor:
     it wrote may be read by a network card or the next forward.
     """
 
-    def __init__(self, device: torch.device, *, max_sms: int) -> None:
+    def __init__(self, device: torch.device, *, max_sms: int, max_calls: int) -> None:
         """Raises StatusError: a build without CUDA, or CUDA's own error."""
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copies = CudaCopies(
             self._stream.device.index,
             max_table_bytes=table_bytes(_COPIES, _OFFSETS),
-            max_calls=_MAX_CALLS,
+            max_calls=max_calls,
             max_sms=max_sms,
         )
 
@@ -99,7 +100,9 @@ def staging_for(config: HeteroTPConfig, device: torch.device) -> Staging | None:
         logger.info("reads into %s memory are direct; transfer_mode 'staged' is for host and CUDA memory", device.type)
         return None
     try:
-        return Staging(size, device_ring(device), CudaExecutor(device, max_sms=config.staging_max_sms))
+        calls = config.num_workers + _SPARE_CALLS
+        executor = CudaExecutor(device, max_sms=config.staging_max_sms, max_calls=calls)
+        return Staging(size, device_ring(device), executor)
     except NativeError as error:
         logger.warning("reads are direct, because the CUDA kernels cannot be used: %s", error)
         return None

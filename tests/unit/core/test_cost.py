@@ -120,10 +120,10 @@ def test_steady_observations_are_believed() -> None:
     seen = Measured()
     for _ in range(40):  # a path of 3 us a descriptor and 20 GB/s
         seen = seen.read(1_000, 4_096_000, 3e-3).read(8, 64 * MIB, 64 * MIB / 20e9)
-        seen = seen.gathered(MIB, MIB / 5e9).scattered(MIB, MIB / 6e9).answered(2e-3).handled(10, 1e-3)
+        seen = seen.gathered(MIB, MIB / 5e9).scattered(MIB, MIB / 6e9).answered(2e-3)
     found = [seen.rates.descriptor_s, seen.rates.bytes_per_s, seen.rates.gather_bytes_per_s]
-    found += [seen.rates.scatter_bytes_per_s, seen.rates.round_trip_s, seen.rates.chunk_s]
-    assert found == pytest.approx([3e-6, 20e9, 5e9, 6e9, 2e-3, 1e-4], rel=0.01)
+    found += [seen.rates.scatter_bytes_per_s, seen.rates.round_trip_s]
+    assert found == pytest.approx([3e-6, 20e9, 5e9, 6e9, 2e-3], rel=0.01)
 
 
 def test_one_odd_observation_moves_little() -> None:

@@ -170,25 +170,40 @@ def test_a_read_that_fails_teaches_nothing() -> None:
     assert bench.chooser.rates(PEER) == Rates()
 
 
-def test_chunks_refine_the_rates_of_packing() -> None:
-    bench = Bench(Mode.STAGED)
-    chunk = StartChunk(
+def chunk_of(bench: Bench, number: int = 0, gather_us: int = 10_000) -> StartChunk:
+    return StartChunk(
         read_id=ReadId(2),
         request_id=RequestId("r"),
         producer=PRODUCER,
         transport_session=PEER,
         address=1,
         length_bytes=1 << 20,
-        gather_us=10_000,
+        gather_us=gather_us,
         slot=Slot(0),
-        chunk=0,
+        chunk=number,
         chunk_bytes=1 << 20,
         plan=bench.plan,
         ranges=(TokenRange(0, TOKENS),),
         consumer_blocks=(),
         deadline=1.0,
     )
-    bench.chooser.unpacked(chunk, scatter_s=1e-6)
+
+
+def test_the_first_chunk_of_a_pull_tells_how_long_asking_takes() -> None:
+    bench = Bench(Mode.STAGED)
+    bench.choose(4096)
+    before = bench.chooser.rates(PEER).round_trip_s
+    time.sleep(0.02)
+    bench.chooser.answered(chunk_of(bench, 3, gather_us=1000))
+    after = bench.chooser.rates(PEER).round_trip_s
+    assert after > before
+    bench.chooser.answered(chunk_of(bench, 0))
+    assert bench.chooser.rates(PEER).round_trip_s == after, "once a pull"
+
+
+def test_chunks_refine_the_rates_of_packing() -> None:
+    bench = Bench(Mode.STAGED)
+    bench.chooser.unpacked(chunk_of(bench), scatter_s=1e-6)
     found, default = bench.chooser.rates(PEER), Rates()
     assert found.gather_bytes_per_s < default.gather_bytes_per_s
     assert found.scatter_bytes_per_s > default.scatter_bytes_per_s

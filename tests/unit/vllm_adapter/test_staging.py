@@ -55,10 +55,10 @@ def test_kernels_that_cannot_be_used_mean_direct_reads(
 
 def test_kernels_get_the_bound_on_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(staging_module, "CudaExecutor", lambda device, max_sms: made.append((device, max_sms)))
+    monkeypatch.setattr(staging_module, "CudaExecutor", lambda device, **limits: made.append((device, limits)))
     found = staging_for(settings(transfer_mode="staged", staging_max_sms=7), CUDA)
     assert found is not None
-    assert made == [(CUDA, 7)]
+    assert made == [(CUDA, {"max_sms": 7, "max_calls": 10 + 8})]
 
 
 class NotedCopies:
@@ -90,9 +90,9 @@ def test_a_call_is_enqueued_on_the_stream_and_waited_for(monkeypatch: pytest.Mon
     stream = SimpleNamespace(cuda_stream=77, device=CUDA)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device: stream)
     monkeypatch.setattr(staging_module, "CudaCopies", NotedCopies)
-    executor = CudaExecutor(CUDA, max_sms=5)
+    executor = CudaExecutor(CUDA, max_sms=5, max_calls=3)
     copies: Any = executor._copies
-    assert (copies.device, copies.limits["max_sms"]) == (0, 5)
+    assert (copies.device, copies.limits["max_sms"], copies.limits["max_calls"]) == (0, 5, 3)
     table, ranges = make_table([], 0), [(1, 2)]
     executor.gather(table, 100, ranges)
     executor.scatter(table, 200, ranges, check_overlap=True)
