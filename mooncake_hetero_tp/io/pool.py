@@ -72,7 +72,9 @@ class WorkerPool:
             with self._changed:
                 self._running[taken.key] -= 1
                 self._running += Counter()  # drops what is zero
-                self._changed.notify_all()
+                if self._closing:
+                    self._changed.notify_all()
+            # Nobody else is woken: the one job that may run now is what this thread looks for next.
             del taken  # or its buffers live until the next one comes
 
     def _next(self) -> _Keyed | None:

@@ -79,3 +79,13 @@ def test_no_job_after_the_end_and_no_thread_without_a_job() -> None:
     assert pool.close(5)
     with pytest.raises(LocalUsageError, match="closed"):
         pool.submit(lambda: None)
+
+
+def test_queued_jobs_of_a_busy_key_run_though_nobody_is_woken_for_them() -> None:
+    pool = WorkerPool("mht-test", 8, per_key=2)
+    ran = threading.Semaphore(0)
+    for number in range(200):
+        pool.submit(ran.release, key=number % 3)
+    for _ in range(200):
+        assert ran.acquire(timeout=30)
+    assert pool.close(30)
