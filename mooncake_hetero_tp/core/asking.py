@@ -34,8 +34,9 @@ class ConsumerConfig:
     max_engines: int = 1024
     staging: Offer | None = None
     """Our ring; None: every pull is read directly."""
-    staging_window: int = 4
-    """Chunks of one pull that are asked for or read at a time, where slots and shares allow it."""
+    staging_window: int = 8
+    """Chunks of one pull that are asked for or read at a time, where slots and shares allow it; by default all slots
+    of the default ring: over TCP loopback on two cores a tenth faster than half of them."""
 
     def for_links(self) -> LinkConfig:
         """The part that concerns producer engines."""

@@ -7,10 +7,9 @@ every session in which one failed is dead, because what such a call leaves behin
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mooncake_hetero_tp.core.binding import Descriptors, batches
@@ -30,16 +29,18 @@ _BURIAL_S = 15.0
 class EngineLimits:
     """How much is put into Mooncake at once.
 
-    500 descriptors a batch and one or two calls at a time are as fast over TCP as anything larger
-    (one I/O thread does the copying), and 1,000 in flight stay below the 1,024 that a peer's queue
-    takes: a fuller queue makes transfers wait 1 s and fail.
+    500 descriptors a batch are as fast over TCP as anything larger (one I/O thread does the copying), and
+    1,000 in flight stay below the 1,024 that a peer's queue takes: a fuller queue makes transfers wait
+    1 s and fail. Over TCP one descriptor uses one of a peer's four connections, so that the single
+    descriptors of staged chunks need four calls to use them all; a call that waits sleeps (`calls.py`) and
+    needs no core of its own.
     """
 
     batch_descriptors: int = 500
     batch_bytes: int = 64 * 2**20
     peer_descriptors: int = 1000
     peer_bytes: int = 256 * 2**20
-    peer_calls: int = field(default_factory=lambda: max(1, min(4, (os.cpu_count() or 1) // 4)))
+    peer_calls: int = 4
     max_sessions: int = 64
     """Sessions kept for reading over TCP, one a peer; the longest unused one makes room."""
 

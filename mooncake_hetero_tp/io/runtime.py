@@ -133,7 +133,7 @@ class WorkerRuntime:
         self._book = StatsBook()
         self._server = None if config.bootstrap_bind is None else BootstrapServer(config.bootstrap_bind)
         self._resolvers = WorkerPool("mht-resolve", _RESOLVERS)
-        self._read_pool = WorkerPool("mht-read", config.num_workers, per_key=max(2, config.num_workers // 3))
+        self._read_pool = WorkerPool("mht-read", config.num_workers, per_key=max(2, config.num_workers // 2))
         self._make_ring = make_ring
         self._executor = executor or host_executor()
         self._clear_tails = clear_tails or TailClearer(table, self._executor)
