@@ -66,8 +66,8 @@ Found = tuple[list[int], list[int], list[int]]
 """Source addresses, destination addresses, lengths."""
 
 
-def vllm_planner(blocks: tuple[list[int], list[int]]) -> Callable[[], Found]:
-    """`MooncakeConnectorWorker._build_transfer_params` for the same request, its worker replaced by a record."""
+def vllm_planner(blocks: tuple[list[int], list[int]], producer: Dense, consumer: Dense) -> Callable[[], Found]:
+    """`MooncakeConnectorWorker._build_transfer_params` from TP 1 to TP 2, its worker replaced by a record."""
     logging.disable(logging.WARNING)
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as theirs
 
@@ -75,14 +75,22 @@ def vllm_planner(blocks: tuple[list[int], list[int]]) -> Callable[[], Found]:
         kv_cache_config=SimpleNamespace(transfer_groups=[SimpleNamespace(kv_cache_spec=None)]),
         _logical_to_kernel_block_ids=lambda ids: ids,
         _get_sender_transfer_plan=partial(
-            theirs._compute_sender_transfer_plan, 0, 1, producer_cache_replicated=False, total_num_kv_heads=8
+            theirs._compute_sender_transfer_plan,
+            0,
+            1,
+            producer_cache_replicated=False,
+            total_num_kv_heads=producer.heads,
         ),
     )
     peer = SimpleNamespace(
-        remote_hostname="d", remote_port=1, remote_tp_rank=1, remote_tp_size=2, req_blocks={"r": ("t", [blocks[1]])}
+        remote_hostname="d",
+        remote_port=1,
+        remote_tp_rank=consumer.rank,
+        remote_tp_size=2,
+        req_blocks={"r": ("t", [blocks[1]])},
     )
     kept = SimpleNamespace(local_block_ids=[blocks[0]])
-    regions = [_regions(theirs.TransferRegion, side) for side in (PRODUCER, CONSUMER)]
+    regions = [_regions(theirs.TransferRegion, side) for side in (producer, consumer)]
     build = theirs.MooncakeConnectorWorker._build_transfer_params
 
     def run() -> Found:
@@ -127,7 +135,7 @@ class Case:
 
     def vllm(self) -> Callable[[], Found]:
         """VLLM's planner for the same request."""
-        return vllm_planner((self.blocks[0].tolist(), self.blocks[1].tolist()))
+        return vllm_planner((self.blocks[0].tolist(), self.blocks[1].tolist()), PRODUCER, CONSUMER)
 
     def check(self) -> int:
         """How many descriptors there are.
