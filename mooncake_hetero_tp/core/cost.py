@@ -48,7 +48,7 @@ class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     round_trip_s: Positive = 500e-6
     """From asking for a chunk to its answer, without gathering it."""
     chunk_s: Positive = 300e-6
-    """What each chunk takes beside its bytes: tables on both sides, thread switches."""
+    """What each chunk takes beside its bytes: tables on both sides, thread switches, the cores it shares."""
 
     def __str__(self) -> str:
         return (
@@ -159,6 +159,17 @@ class Measured(msgspec.Struct, frozen=True):
         if by_count:
             return self._takes("descriptor_s", descriptors, seconds, FEWEST_DESCRIPTORS)
         return self._moves("bytes_per_s", length_bytes, seconds)
+
+    def staged(self, chunks: int, length_bytes: int, seconds: float) -> Measured:
+        """After so many chunks of one path were read: what they took beside their bytes.
+
+        Not of the bulk rate, unless it was beaten: packing and unpacking share the cores with these reads, which
+        slows them down and no direct read.
+        """
+        beside_s = seconds - length_bytes / self.rates.bytes_per_s
+        if beside_s <= 0:
+            return self._moves("bytes_per_s", length_bytes, seconds)
+        return self._takes("chunk_s", chunks, beside_s) if length_bytes >= FEWEST_BYTES else self
 
     def gathered(self, length_bytes: int, seconds: float) -> Measured:
         """After one gather."""

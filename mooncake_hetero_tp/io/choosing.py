@@ -60,12 +60,15 @@ class _Busy:
     since: float
     running: int = 0
     ended: int = 0
+    chunks: int = 0
+    """Of those that have ended."""
     descriptors: int = 0
     bytes: int = 0
 
-    def end(self, tallies: Iterable[ReadTally]) -> None:
+    def end(self, tallies: Iterable[ReadTally], *, chunk: bool) -> None:
         self.running -= 1
         self.ended += 1
+        self.chunks += chunk
         for tally in tallies:
             self.descriptors += tally.descriptors
             self.bytes += tally.bytes
@@ -73,7 +76,13 @@ class _Busy:
     def begin(self, now: float) -> None:
         """Count anew."""
         self.since = now
-        self.ended = self.descriptors = self.bytes = 0
+        self.ended = self.chunks = self.descriptors = self.bytes = 0
+
+    def teach(self, known: Measured, seconds: float) -> Measured:
+        """What is known after reads that took so long together; chunks and others at once tell of both, so of neither."""
+        if not self.chunks:
+            return known.read(self.descriptors, self.bytes, seconds)
+        return known.staged(self.chunks, self.bytes, seconds) if self.chunks == self.ended else known
 
 
 @dataclass(slots=True)
@@ -132,8 +141,8 @@ class Chooser:
             return self._paths.get(peer, Measured()).rates
 
     @contextmanager
-    def watching(self, peer: str) -> Iterator[list[ReadTally]]:
-        """Around one read: what it puts into the list is counted with what else the path moves at that time.
+    def watching(self, peer: str, *, chunk: bool = False) -> Iterator[list[ReadTally]]:
+        """Around one read, of a staged chunk or directly: what it puts into the list is counted with what else the path moves at that time.
 
         Reads overlap, so what one of them takes says little; what all of them took together is the path's rate.
         """
@@ -145,7 +154,7 @@ class Chooser:
             yield tallies
         finally:
             with self._lock:
-                busy.end(tallies)
+                busy.end(tallies, chunk=chunk)
                 self._look_locked(peer, busy)
 
     def _look_locked(self, peer: str, busy: _Busy) -> None:
@@ -153,7 +162,7 @@ class Chooser:
         if busy.ended < _ENDED_PER_RUNNING * busy.running:
             return
         now = time.perf_counter()
-        self._refine_locked(peer, lambda known: known.read(busy.descriptors, busy.bytes, now - busy.since))
+        self._refine_locked(peer, lambda known: busy.teach(known, now - busy.since))
         busy.begin(now)
         if not busy.running:
             del self._busy[peer]

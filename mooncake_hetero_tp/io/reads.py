@@ -197,7 +197,8 @@ class Reads:
         """Read, and when the engine call returned."""
         tools, peer = self.tools, start.transport_session
         with ExitStack() as watch:
-            tallies = [] if tools.chooser is None else watch.enter_context(tools.chooser.watching(peer))
+            chunk = isinstance(start, StartChunk)
+            tallies = [] if tools.chooser is None else watch.enter_context(tools.chooser.watching(peer, chunk=chunk))
             tally = tools.engine.read(peer, descriptors, deadline=deadline)
             returned_at = tools.clock()
             tallies.append(tally)

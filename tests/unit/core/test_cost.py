@@ -145,3 +145,23 @@ def test_what_tells_nothing_changes_nothing() -> None:
     start = Measured()
     assert start.read(15, 15, 1.0) == start.read(1, FEWEST_BYTES - 1, 1.0) == start
     assert start.read(1_000, 4_096_000, 0.0) == start.gathered(FEWEST_BYTES, -1.0) == start.answered(0.0) == start
+
+
+def test_staged_reads_teach_what_a_chunk_takes_and_leave_the_bulk_rate_to_direct_ones() -> None:
+    before = Measured().rates
+    known = Measured()
+    for _ in range(30):
+        known = known.staged(8, 64 << 20, 8 * 2e-3 + (64 << 20) / before.bytes_per_s)
+    assert known.rates.chunk_s == pytest.approx(2e-3, rel=0.05)
+    assert known.rates.bytes_per_s == before.bytes_per_s
+
+
+def test_staged_reads_that_beat_the_bulk_rate_teach_it() -> None:
+    before = Measured().rates
+    known = Measured().staged(8, 64 << 20, (64 << 20) / (2 * before.bytes_per_s))
+    assert known.rates.bytes_per_s > before.bytes_per_s
+    assert known.rates.chunk_s == before.chunk_s
+
+
+def test_a_short_chunk_teaches_nothing() -> None:
+    assert Measured().staged(1, 1000, 1.0) == Measured()

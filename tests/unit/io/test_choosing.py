@@ -163,6 +163,25 @@ def test_a_path_that_is_never_idle_is_refined_too() -> None:
         assert bench.chooser.rates(PEER).descriptor_s > before, "125 us each"
 
 
+def test_chunks_teach_of_chunks_and_not_of_direct_reads() -> None:
+    bench, default = Bench(Mode.STAGED), Rates()
+    with bench.chooser.watching(PEER, chunk=True) as tallies:
+        time.sleep(0.02)
+        tallies.append(ReadTally(1 << 20, 1, 1))
+    found = bench.chooser.rates(PEER)
+    assert found.chunk_s > default.chunk_s
+    assert (found.bytes_per_s, found.descriptor_s) == (default.bytes_per_s, default.descriptor_s)
+
+
+def test_chunks_and_direct_reads_at_once_teach_nothing() -> None:
+    bench = Bench(Mode.STAGED)
+    with bench.chooser.watching(PEER, chunk=True) as chunk, bench.chooser.watching(PEER) as direct:
+        time.sleep(0.02)
+        chunk.append(ReadTally(1 << 20, 1, 1))
+        direct.append(ReadTally(1 << 20, 500, 1))
+    assert bench.chooser.rates(PEER) == Rates()
+
+
 def test_a_read_that_fails_teaches_nothing() -> None:
     bench = Bench(Mode.STAGED)
     with pytest.raises(TransferError), bench.chooser.watching(PEER):
