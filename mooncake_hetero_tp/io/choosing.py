@@ -79,7 +79,7 @@ class _Busy:
         self.ended = self.chunks = self.descriptors = self.bytes = 0
 
     def teach(self, known: Measured, seconds: float) -> Measured:
-        """What is known after reads that took so long together; chunks and others at once tell of both, so of neither."""
+        """What is known after reads that took so long together; chunks and others at once tell of neither."""
         if not self.chunks:
             return known.read(self.descriptors, self.bytes, seconds)
         return known.staged(self.chunks, self.bytes, seconds) if self.chunks == self.ended else known
@@ -142,7 +142,7 @@ class Chooser:
 
     @contextmanager
     def watching(self, peer: str, *, chunk: bool = False) -> Iterator[list[ReadTally]]:
-        """Around one read, of a staged chunk or directly: what it puts into the list is counted with what else the path moves at that time.
+        """Around one read, of a chunk or directly: what it puts into the list counts with all else the path moves then.
 
         Reads overlap, so what one of them takes says little; what all of them took together is the path's rate.
         """
