@@ -3,14 +3,16 @@
 A prefill worker runs in a process of its own; this one holds a decode worker for each transfer mode, all on one
 cache. A pull is timed from `submit` to its report: questions, grant, choice, reads, unpacking. Beside it one
 descriptor of as many bytes, and what another plan comes to for the same blocks (planned anew each time, as vLLM does),
-are read through an engine like ours without any protocol. All take turns; ratios are of medians.
+are read through an engine like ours without any protocol. All take turns, in an order that is drawn anew each time; ratios are of medians.
 
-Over loopback a pair of connected threads runs at 1.4 or at 3 to 4 GB/s, by whether Linux keeps both on one core, and
-stays so for seconds. So everything is started afresh a few times, and what was measured is put together.
+Over loopback a pair of connected threads runs at 1.4 or at 3 to 4 GB/s, by the cores that Linux has them on, and
+stays so for seconds; whose engine was made last is often the slow one. So everything is started afresh a few times,
+in a drawn order, and what was measured is put together.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections import Counter, defaultdict
@@ -40,8 +42,8 @@ from tests.tables import Dense
 
 RING = RingSize(8 * MIB, 8)
 """The default settings, on both sides."""
-ROUNDS = 4
-REPEATS = 5
+ROUNDS = 5
+REPEATS = 4
 """In each round."""
 QUICK_ROUNDS = 1
 QUICK_REPEATS = 3
@@ -56,6 +58,7 @@ BULK_TARGETS = {name: 0.95 if name == "1_6_mb" else 0.75 for name in SHAPES}
 BEST_TARGET = 0.95
 PLAN_TARGETS = {**dict.fromkeys(SHAPES, 1.0), "16_kib": 1.8, "4_kib": 6.0, "256_b": 30.0}
 
+_dice = random.Random(20_261_201)
 _BULK, _BEST, _PLAN = "bulk", "better_mode", "plan"
 _OURS = {Mode.AUTO: "auto", Mode.DIRECT: "direct", Mode.STAGED: "staged"}
 
@@ -183,8 +186,14 @@ class Bench:
         self._cache = Cache.of(shape.like)
         self._expected = Expected(shape)
         self._ids = block_ids(shape, "consumer")
-        self._consumers = {mode: Consumer(shape, self._cache, mode, RING, served) for mode in Mode}
-        self._baselines = Baselines(shape, self._cache, served)
+        modes = list(Mode)
+        _dice.shuffle(modes)
+        early = _dice.random() < 1 / 2
+        if early:
+            self._baselines = Baselines(shape, self._cache, served)
+        self._consumers = {mode: Consumer(shape, self._cache, mode, RING, served) for mode in modes}
+        if not early:
+            self._baselines = Baselines(shape, self._cache, served)
 
     def close(self) -> None:
         """All at once, for each takes a second."""
@@ -220,8 +229,10 @@ class Bench:
         turns = self.turns()
         for name, turn in turns.items():
             self.check(name, turn)
+        order = list(turns.items())
         for _ in range(repeats):
-            for name, turn in turns.items():
+            _dice.shuffle(order)  # who comes after whom is worth some percent
+            for name, turn in order:
                 found.rates[name].append(turn.blocks * self.shape.block_bytes / 1e6 / turn.run())
         found.modes.update(record.mode for record in self._consumers[Mode.AUTO].records())
 
@@ -260,7 +271,7 @@ def measure(report: Report, *, quick: bool) -> None:
 def _fill_in(report: Report, shape: Shape, found: Found) -> None:
     rates = {name: Sample.of(values) for name, values in found.rates.items()}
     better = max((rates[_OURS[mode]] for mode in (Mode.DIRECT, Mode.STAGED)), key=lambda sample: sample.median or 0.0)
-    medians = ", ".join(f"{name} {sample.median:,.0f}" for name, sample in rates.items() if sample.median)
+    medians = ", ".join(f"{name} {rates[name].median or 0:,.0f}" for name in (_BULK, _PLAN, *_OURS.values()))
     note = f"MB/s: {medians}; auto staged {found.modes[Mode.STAGED]} of {found.modes.total()} pulls"
     if is_sliced(shape):
         note += f"; direct and slices: one block in {SLICED_SHARE}, as a rate"
