@@ -69,8 +69,12 @@ class _Tables:
         with kept.making:
             if kept.tables is not None:
                 return kept.tables
-            chunks = cut_chunks(pull.plan, pull.ranges, pull.chunk_bytes)
-            tables = kept.tables = make(chunks, pull.blocks)
+            try:
+                chunks = cut_chunks(pull.plan, pull.ranges, pull.chunk_bytes)
+                tables = kept.tables = make(chunks, pull.blocks)
+            except BaseException:
+                self._drop(key, kept)  # it weighs nothing, so nothing else would ever let go of it
+                raise
         with self._lock:
             if self._known.get(key) is kept:
                 self._weigh(kept, chunks)
@@ -90,6 +94,11 @@ class _Tables:
                 kept = self._known[key] = _Kept(pull)
             self._known.move_to_end(key)
             return kept
+
+    def _drop(self, key: Hashable, kept: _Kept) -> None:
+        with self._lock:
+            if self._known.get(key) is kept:
+                del self._known[key]
 
     def _weigh(self, kept: _Kept, chunks: Chunks) -> None:
         """Count what was made, and let go of what was not used for longest."""

@@ -188,3 +188,12 @@ def test_what_lies_in_a_slot_is_part_of_the_protocol() -> None:
         packed.update(length.to_bytes(4, "little") + view(ring.address_of(0), length).tobytes())
     ring.close()
     assert packed.hexdigest() == "d2eddc2a2d00f194fe4a8203a8cabd6d0e32ec3e62b272edefd8517cef106038"
+
+
+def test_pulls_that_cannot_be_packed_are_not_kept(bench: Bench) -> None:
+    """They weigh nothing, so the bound on what is kept would never let go of them."""
+    for number in range(3):
+        blocks = (np.array([2, 0, 7]), np.array([1]))
+        with pytest.raises(PlanError, match="null page"):
+            bench.sender.prepare_pack(f"p{number}", StagedPull(bench.sent.plan, RANGES, SIZE.slot_bytes, blocks))
+        assert bench.sender.plan_of(f"p{number}") is None
