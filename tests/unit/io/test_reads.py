@@ -3,14 +3,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mooncake_hetero_tp.core.binding import TailView
-from mooncake_hetero_tp.core.effects import ExtendRead, FenceRead, ReadId, StartRead, StopRead
+from mooncake_hetero_tp.core.effects import ExtendRead, FenceRead, ReadId, StartChunk, StartRead, StopRead
 from mooncake_hetero_tp.core.plan import plan_pulls
+from mooncake_hetero_tp.core.slots import Slot
 from mooncake_hetero_tp.io.pool import WorkerPool
 from mooncake_hetero_tp.io.reads import ReadDone, Reads, ReadTools
 from mooncake_hetero_tp.io.tails import TailClearer
@@ -211,3 +214,52 @@ def test_a_fence_that_fails_is_tried_again(bench: Bench, monkeypatch: pytest.Mon
     bench.reads.carry_out(FenceRead(ReadId(1), "s"))
     assert gate.wait(5)
     assert tries == ["s"] * 3
+
+
+@pytest.mark.parametrize("how", ["late", "stopped"])
+def test_a_chunk_that_came_too_late_is_not_unpacked(bench: Bench, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The producer may have filled its slot anew by then; what lies in ours must not reach the pages."""
+    unpacked: list[int] = []
+    ring = SimpleNamespace(address_of=lambda _slot: bench.consumer.table.buffers[0].address)
+
+    def unpack(*_: Any) -> int:
+        unpacked.append(1)
+        return 0
+
+    packer: Any = SimpleNamespace(ring=ring, prepare_unpack=lambda *_: 1, unpack=unpack)
+    bench.reads.tools = replace(bench.reads.tools, packer=packer)
+    read, starting = bench.engine.read, chunk_of(bench)
+
+    def read_slowly(*args: Any, **options: Any) -> Any:
+        tally = read(*args, **options)
+        if how == "late":
+            bench.clock.advance(30)
+        else:
+            bench.reads.carry_out(StopRead(starting.read_id))
+        return tally
+
+    monkeypatch.setattr(bench.engine, "read", read_slowly)
+    bench.reads.carry_out(starting)
+    outcome = bench.wait(7).outcome
+    assert (outcome.ok, outcome.transport_dead) == (False, True)
+    assert "came too late" in (outcome.error or "")
+    assert unpacked == []
+
+
+def chunk_of(bench: Bench) -> StartChunk:
+    return StartChunk(
+        read_id=ReadId(7),
+        request_id=RequestId("r7"),
+        producer=Identity(EngineId("p"), Incarnation("aa"), Rank()),
+        transport_session=bench.serving.transport_session,
+        address=bench.producer.table.buffers[0].address,
+        length_bytes=64,
+        gather_us=0,
+        slot=Slot(0),
+        chunk=0,
+        chunk_bytes=64,
+        plan=bench.plan,
+        ranges=(TokenRange(0, 6), NOTHING),
+        consumer_blocks=(np.array([4, 1]), np.array([1])),
+        deadline=bench.clock() + 30,
+    )
