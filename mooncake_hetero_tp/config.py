@@ -61,7 +61,7 @@ class _Setting:
         words = {str: "a string", int: "an integer", float: "a number"}[self.kind]
         if math.isinf(self.low) and math.isinf(self.high):
             return words
-        return f"{words} from {self.low:g} to {self.high:g}"
+        return f"{words} from {self.low:.10g} to {self.high:.10g}"  # not 1.04858e+06
 
 
 SETTINGS: tuple[_Setting, ...] = (

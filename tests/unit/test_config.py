@@ -141,3 +141,8 @@ def test_staging_settings_that_contradict_each_other_are_refused(extra: dict[str
 
 def test_no_staging_memory_is_legal_where_nothing_needs_it() -> None:
     assert HeteroTPConfig.from_extra_config({"staging_mib": 0}).staging_mib == 0
+
+
+def test_a_bound_is_written_out() -> None:
+    with pytest.raises(ConfigError, match="an integer from 0 to 1048576, got -1"):
+        HeteroTPConfig.from_extra_config({"staging_mib": -1})
