@@ -125,8 +125,10 @@ class UnitCut(msgspec.Struct, frozen=True, order=True):
     producer_local: int
 
 
-def attention_spans(total_heads: int, tp_size: int, tp_rank: int) -> tuple[Span, ...]:
-    """The KV heads that vLLM gives to one tensor rank: `head = rank * H // TP`, one head at least.
+def attention_spans(total_heads: int, tp_size: int, tp_rank: int, *, what: str = "KV heads") -> tuple[Span, ...]:
+    """The heads that vLLM gives to one tensor rank: `head = rank * H // TP`, one head at least.
+
+    `what` they are, for messages.
 
     Raises:
         ConfigError: TP neither divides the heads nor is divided by them, which vLLM refuses too
@@ -134,13 +136,13 @@ def attention_spans(total_heads: int, tp_size: int, tp_rank: int) -> tuple[Span,
     """
     if total_heads < 1 or tp_size < 1 or not 0 <= tp_rank < tp_size:
         raise ConfigError(
-            f"KV heads {total_heads}, TP size {tp_size}, TP rank {tp_rank}: expected at least one head, "
+            f"{what} {total_heads}, TP size {tp_size}, TP rank {tp_rank}: expected at least one head, "
             f"one rank and 0 <= rank < TP size; correct the case or the model configuration"
         )
     if total_heads % tp_size and tp_size % total_heads:
         raise ConfigError(
-            f"TP size {tp_size} cannot share {total_heads} KV heads: vLLM needs a TP size that divides the "
-            f"KV heads or is a multiple of them; choose another tensor_parallel_size"
+            f"TP size {tp_size} cannot share {total_heads} {what}: vLLM needs a TP size that divides the "
+            f"{what} or is a multiple of them; choose another tensor_parallel_size"
         )
     return (Span(0, tp_rank * total_heads // tp_size, max(total_heads // tp_size, 1)),)
 
