@@ -112,7 +112,7 @@ SETTINGS: tuple[_Setting, ...] = (
     _Setting(
         name="staging_slot_mib",
         kind=int,
-        default=8,
+        default=16,
         low=1,
         high=1 << 20,
         meaning="MiB of one staging slot, the largest piece that is packed and read at once",

@@ -13,9 +13,10 @@ namespace {
 constexpr int64_t kPieceBytes = 512 << 10;
 
 // A scatter's pages are read much later: written past the cache, up to twice as fast from 512 B on. What a gather packs
-// is sent at once, and reading it from memory costs more than was won, unless the cache cannot hold it (measured with
-// slots of 0.25 to 32 MiB on a Sapphire Rapids Xeon, 2 MiB of L2 a core; equal at 8 to 16 MiB).
-constexpr int64_t kStreamedGather = 16 << 20;
+// is sent at once, and reading it from memory costs more than was won, unless the cache cannot hold it (measured on
+// Sapphire Rapids Xeons with 2 MiB of L2 a core: slots of 8 MiB take 6 to 7 ms instead of 9 for 64 MiB, and sending
+// them takes what it took).
+constexpr int64_t kStreamedGather = 4 << 20;
 
 bool streams(Operation operation, int64_t bytes) {
   return operation == Operation::kScatter || (operation == Operation::kGather && bytes >= kStreamedGather);

@@ -20,7 +20,7 @@ TOKENS = TokenRange(0, 8_192)
 DIRECT = 18_432
 """One for each layer and block."""
 FEWER = 900
-SLOTS_MIB = (32, 8)
+SLOTS_MIB = (32, 16)
 """The size that the target names, and the default setting."""
 
 

@@ -40,7 +40,7 @@ from tests.benchmarks.rows import Report, Row, Sample
 from tests.oracle_memory import Ints
 from tests.tables import Dense
 
-RING = RingSize(8 * MIB, 8)
+RING = RingSize(16 * MIB, 4)
 """The default settings, on both sides."""
 ROUNDS = 5
 REPEATS = 4

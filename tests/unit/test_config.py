@@ -14,7 +14,7 @@ def test_defaults_are_those_of_vllms_own_connector() -> None:
     assert config.device_name == ""
     assert config.num_workers == 10
     assert config.bootstrap_server_address is None
-    assert (config.transfer_mode, config.staging_mib, config.staging_slot_mib) == ("auto", 64, 8)
+    assert (config.transfer_mode, config.staging_mib, config.staging_slot_mib) == ("auto", 64, 16)
     assert config.environment == Environment(keep_s=480.0, connector_timeout_s=30.0, bootstrap_port=8998)
 
 
@@ -131,7 +131,7 @@ def test_absurd_environment_values_are_refused_by_name(environment: Environment,
     "extra,words",
     [
         ({"transfer_mode": "staged", "staging_mib": 0}, "'staged' needs staging memory"),
-        ({"staging_mib": 4}, "expected at most staging_mib, 4, got 8"),
+        ({"staging_mib": 4}, "expected at most staging_mib, 4, got 16"),
     ],
 )
 def test_staging_settings_that_contradict_each_other_are_refused(extra: dict[str, object], words: str) -> None:
