@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -175,3 +176,54 @@ def test_cases_are_reproducible(arenas: tuple[Arena, Arena]) -> None:
     assert draw_hybrid(7) == draw_hybrid(7)
     pulls = [next(build_hybrid_pulls(draw_hybrid(7), arenas, 1)) for _ in range(2)]
     assert np.array_equal(pulls[0].expected(), pulls[1].expected())
+
+
+@pytest.mark.parametrize(
+    "sizes", [((4192, 32), (2112, 64)), ((2112, 64), (4192, 32)), ((1056, 32), (4176, 16))], ids=str
+)
+@pytest.mark.parametrize("end", [2112, 2113, 40])
+def test_block_sizes_that_follow_from_tp(
+    sizes: tuple[tuple[int, int], tuple[int, int]], end: int, arenas: tuple[Arena, Arena], read: Reader
+) -> None:
+    """Reported pairs of logical and kernel blocks: vllm#49612, vllm#42895, vllm#41037; state and attention groups."""
+    heads = tuple(TokenPart(name, 2, 2, 1) for name in "kv")
+    layers = (HybridLayer("layers.0", 0, heads), HybridLayer("layers.1", 1, state=QWEN))
+    sides = [
+        HybridSide(tp, (2,), layers, (GroupSpec(block, kernel), GroupSpec(block, block, True)), (0, 1), num_blocks=6)
+        for tp, (block, kernel) in zip((1, 2), sizes, strict=True)
+    ]
+    for tokens in (TokenRange(0, end), TokenRange(33, end)):
+        case = HybridCase(sides[0], sides[1], tokens, seed=end)
+        assert run_pulls(build_hybrid_pulls(case, arenas, 2), read).ranks == 2
+
+
+def test_any_order_of_groups_gives_the_same_bytes(arenas: tuple[Arena, Arena], read: Reader) -> None:
+    """vllm#43765, vllm#52592, vllm#32204: (state, state, full) and (indexer, gqa) on one side, any other order there."""
+    index, heads = (TokenPart("index", 1, 3, 1),), tuple(TokenPart(name, 4, 2, 2) for name in "kv")
+    sparse = (HybridLayer("a.indexer", 1, index), HybridLayer("a.attn", 0, heads))
+    of_sparse = (GroupSpec(8, 4), GroupSpec(16, 16))
+    seen = set()
+    for consumer, producer in itertools.product(itertools.permutations(range(3)), repeat=2):
+        sides = [_hybrid(QWEN, 2, 1, 16, order=producer), _hybrid(QWEN, 4, 1, 8, order=consumer)]
+        tally = run_pulls(build_hybrid_pulls(HybridCase(sides[0], sides[1], TokenRange(8, 37), 1), arenas, 4), read)
+        seen.add(tally.bytes)
+    assert len(seen) == 1
+    for order in ((0, 1), (1, 0)):
+        sides = [HybridSide(4, (2,), sparse, of_sparse, order), HybridSide(1, (2,), sparse, of_sparse, (1, 0))]
+        tally = run_pulls(build_hybrid_pulls(HybridCase(sides[0], sides[1], TokenRange(8, 37), 1), arenas, 4), read)
+        assert tally.bytes == 29 * (3 + 4 * 2 * 2 * 2)
+
+
+def test_a_window_is_loaded_only_as_far_as_it_reaches(arenas: tuple[Arena, Arena], read: Reader) -> None:
+    """Two windows and full attention in one request; null blocks before each window keep later pages in place."""
+    heads = tuple(TokenPart(name, 2, 2, 2) for name in "kv")
+    layers = tuple(HybridLayer(f"layers.{group}", group, heads) for group in range(3))
+    sides = [
+        HybridSide(tp, (3,), layers, tuple(GroupSpec(block, 4, window=window) for window in (None, 10, 3)), (0, 1, 2))
+        for tp, block in ((1, 8), (2, 4))
+    ]
+    case = HybridCase(sides[0], sides[1], TokenRange(4, 41), seed=3)
+    assert case.ranges == [TokenRange(4, 41), TokenRange(31, 41), TokenRange(38, 41)]
+    (pull, _) = build_hybrid_pulls(case, arenas, 2)
+    assert [int((blocks == 0).sum()) for blocks in pull.producer_blocks] == [0, 3, 4]
+    assert run_pulls(build_hybrid_pulls(case, arenas, 2), read).bytes == (37 + 10 + 3) * 2 * 2 * 2 * 2
