@@ -8,9 +8,9 @@ random bytes everywhere else.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -43,6 +43,26 @@ class Case:
     item_bytes: int
     tokens: TokenRange
     seed: int = 0
+
+    @property
+    def ranges(self) -> list[TokenRange]:
+        return [self.tokens] * 2
+
+    @property
+    def optional(self) -> frozenset[str]:
+        return frozenset()
+
+
+class HandOver(Protocol):
+    """What a pull must know of its case."""
+
+    @property
+    def ranges(self) -> list[TokenRange]:
+        """What the consumer's groups want."""
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """Layers that may stay unread."""
 
 
 # --- moving bytes and comparing ------------------------------------------------------------------
@@ -91,10 +111,10 @@ def draw_blocks(rng: random.Random, spec: SideSpec, end: int) -> list[Ints]:
 class Pull:
     """One consumer rank's part of a case, with blocks per group."""
 
-    case: Case
+    case: HandOver
     consumer: RankMemory
     consumer_blocks: list[Ints]
-    producers: dict[Rank, RankMemory]
+    producers: Mapping[Rank, RankMemory]
     producer_blocks: list[Ints]
 
     def plans(self) -> dict[Rank, PairPlan]:
@@ -102,8 +122,9 @@ class Pull:
         tables = {rank: memory.table for rank, memory in self.producers.items()}
         for table in (self.consumer.table, *tables.values()):
             validate_table(table)
-        plans = plan_pulls(self.consumer.table, tables, prefer=self.consumer.rank.tp)
-        prove(self.consumer.table, plans)
+        optional = self.case.optional
+        plans = plan_pulls(self.consumer.table, tables, prefer=self.consumer.rank.tp, optional=optional)
+        prove(self.consumer.table, plans, optional=optional)
         return plans
 
     def run(self, plans: dict[Rank, PairPlan], read: Reader, tally: Tally) -> None:
@@ -121,7 +142,7 @@ class Pull:
 
     @property
     def ranges(self) -> list[TokenRange]:
-        return [self.case.tokens] * 2
+        return self.case.ranges
 
     def bind(self, plan: PairPlan) -> Descriptors:
         return bind(plan, self.ranges, self.producer_blocks, self.consumer_blocks)
@@ -177,8 +198,13 @@ def run_case(case: Case, arenas: tuple[Arena, Arena], read: Reader, most_ranks: 
     Raises:
         AssertionError: a byte differs from the oracle, or a byte outside the range changed.
     """
+    return run_pulls(build_pulls(case, arenas, most_ranks), read)
+
+
+def run_pulls(pulls: Iterable[Pull], read: Reader) -> Tally:
+    """The same for pulls that are built."""
     tally = Tally(cases=1)
-    for pull in build_pulls(case, arenas, most_ranks):
+    for pull in pulls:
         pull.run(pull.plans(), read, tally)
     return tally
 

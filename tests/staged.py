@@ -173,8 +173,14 @@ def run_staged(case: Case, arenas: tuple[Arena, Arena], read: Reader, tally: Sta
     Raises:
         AssertionError: a byte differs from the oracle or goes another way than in direct mode.
     """
-    rng = random.Random(case.seed)
-    for pull in build_pulls(case, arenas, most_ranks):
+    run_staged_pulls(build_pulls(case, arenas, most_ranks), random.Random(case.seed), arenas, read, tally)
+
+
+def run_staged_pulls(
+    pulls: Iterable[Pull], rng: random.Random, arenas: tuple[Arena, Arena], read: Reader, tally: StagedTally
+) -> None:
+    """The same for pulls that are built."""
+    for pull in pulls:
         expected = pull.expected()
         for plan in pull.plans().values():
             stage = Stage.of(pull, plan, draw_slot(rng, plan), rng)

@@ -43,6 +43,7 @@ def compare(producer: RankTable, consumer: RankTable) -> tuple[Mismatch, ...]:
     found = (
         *_compare_models(producer, consumer),
         *(difference for rule in TABLE_RULES for difference in rule.check(producer, consumer)),
+        *(difference for rule in ONE_RANK_RULES for difference in rule.check_one(producer, consumer)),
         *_compare_groups(producer, consumer, pairs),
         *_compare_names(producer, consumer),
         *_missing_layers(producer, consumer),
@@ -79,10 +80,22 @@ class Rule(NamedTuple, Generic[T]):
         if ours != theirs:
             yield self.words.mismatch(ours, theirs)
 
+    def check_one(self, producer: T, consumer: T) -> Iterator[Mismatch]:
+        """The same, where equal values do not help unless they are 1."""
+        ours, theirs = self.read(producer), self.read(consumer)
+        if (ours, theirs) != (1, 1):
+            yield self.words.mismatch(ours, theirs)
+
 
 _SAME_MODEL = "serve the same model with the same cache settings on both engines"
 _SAME_DRAFT = "give both engines the same model, speculative and hybrid-cache settings"
 _NOTHING = "nothing to do"
+
+_INTERLEAVED = "each rank holds some of a request's tokens only, which are not mapped to those of the other side"
+_CONTEXT_SIZES: tuple[tuple[str, Callable[[RankTable], int]], ...] = (
+    ("decode_context_parallel_size", lambda table: table.dcp_size),
+    ("prefill_context_parallel_size", lambda table: table.pcp_size),
+)
 
 TABLE_RULES: tuple[Rule[RankTable], ...] = (
     Rule(lambda table: table.tp_size, Words("tp", Severity.NOTE, "each rank reads the units it holds", _NOTHING)),
@@ -92,6 +105,11 @@ TABLE_RULES: tuple[Rule[RankTable], ...] = (
         Words("groups", Severity.REFUSE, "block ids, one list per KV cache group, cannot be matched", _SAME_DRAFT),
     ),
 )
+ONE_RANK_RULES: tuple[Rule[RankTable], ...] = tuple(
+    Rule(read, Words(field, Severity.REFUSE, _INTERLEAVED, f"set --{field.replace('_', '-')} 1 on both engines"))
+    for field, read in _CONTEXT_SIZES
+)
+"""What must be 1 on both sides, not only equal."""
 GROUP_RULES: tuple[Rule[Group], ...] = (
     Rule(
         lambda group: group.kind,

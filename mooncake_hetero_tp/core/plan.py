@@ -1,6 +1,6 @@
 """From two region tables to copies: which producer rank gives which units, and how pages map.
 
-The chain is `plan_pulls` (here: pairing by name, cover choice, refusals) -> `PairPlan`
+The chain is `plan_pulls` (here: pairing by name, refusals; `core/cover.py`: which rank gives what) -> `PairPlan`
 (`core/pairing.py`: classes and templates) -> `prove` (`core/proof.py`) -> `bind`
 (`core/binding.py`: blocks and addresses). Token cuts are in `core/runs.py`.
 """
@@ -11,9 +11,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mooncake_hetero_tp.core.copies import Loop, StridedCopy
+from mooncake_hetero_tp.core.cover import Key, Lack, cover_units
 from mooncake_hetero_tp.core.pairing import PairPlan, RegionPair, make_pair_plan
 from mooncake_hetero_tp.core.proof import prove
-from mooncake_hetero_tp.core.regions import RankTable, Region, Span, UnitCut, intersect, page_extent
+from mooncake_hetero_tp.core.regions import RankTable, Region, page_extent
 from mooncake_hetero_tp.core.runs import RunTable, cut_runs
 from mooncake_hetero_tp.errors import IncompatiblePeer, PeerProtocolError
 from mooncake_hetero_tp.types import Mismatch, Rank, Severity
@@ -31,12 +32,6 @@ __all__ = [
     "prove",
 ]
 
-Key = tuple[str, str]
-"""(layer, component): what the two sides are paired by, never by position."""
-Spans = tuple[Span, ...]
-Demand = tuple[Spans, tuple[tuple[Rank, Spans], ...]]
-"""Spans a consumer region wants and what each producer rank holds: equal for all like layers."""
-
 
 def plan_pulls(
     consumer: RankTable,
@@ -48,9 +43,9 @@ def plan_pulls(
     """What this consumer rank reads from each producer rank; ranks that are not needed are absent.
 
     Every (layer, component, global unit) the consumer holds comes from exactly one rank. Few ranks
-    are chosen; among equal replicas `prefer` (say, the consumer's TP rank) spreads the load. Layers
-    only the producer has are skipped; layers only the consumer has are refused unless `optional`
-    names them.
+    are chosen, but ranks that hold the same share its layers where that is worth it; `prefer` (say, the
+    consumer's TP rank) tells which (`core/cover.py`). Layers only the producer has are skipped; layers
+    only the consumer has are refused unless `optional` names them.
 
     Raises:
         IncompatiblePeer: with every reason at once: something is not covered, types differ, or an
@@ -61,12 +56,12 @@ def plan_pulls(
     held = {rank: _by_key(table, f"producer rank {rank}") for rank, table in sorted(producers.items())}
     wanted |= _held_optional(consumer, held, optional)
     refused = list(_unlike(consumer, producers, wanted, held))
-    cover, uncovered = _cover(wanted, held, prefer)
+    cover = cover_units(consumer, wanted, held, prefer)
     pairs = {
         rank: [RegionPair(wanted[key], held[rank][key], cuts) for key, cuts in chosen.items()]
-        for rank, chosen in cover.items()
+        for rank, chosen in cover.chosen.items()
     }
-    refused += uncovered
+    refused += [_uncovered(wanted[key], lack) for key, lack in cover.lacking.items()]
     refused += [why for chosen in pairs.values() for pair in chosen for why in _opaque_cut(pair)]
     if refused:
         refuse(refused)
@@ -234,80 +229,13 @@ def _differs(region: Region, field: str, producer: object, consumer: object, eff
     )
 
 
-def _cover(
-    wanted: Mapping[Key, Region], held: Mapping[Rank, Mapping[Key, Region]], prefer: int
-) -> tuple[dict[Rank, dict[Key, tuple[UnitCut, ...]]], list[Mismatch]]:
-    """Greedy cover: the rank that adds most units next, `prefer` choosing among equals."""
-    demands: dict[Demand, list[Key]] = defaultdict(list)
-    for key, region in wanted.items():
-        offers = tuple((rank, regions[key].spans) for rank, regions in held.items() if key in regions)
-        demands[(region.spans, offers)].append(key)
-    missing = {demand: demand[0] for demand in demands}
-    chosen: dict[Rank, dict[Key, tuple[UnitCut, ...]]] = {}
-    while (rank := _best_rank(held, demands, missing, prefer)) is not None:
-        taken = chosen.setdefault(rank, {})
-        for demand, keys in demands.items():
-            if cuts := _takes(demand, missing[demand], rank):
-                missing[demand] = _without(missing[demand], cuts)
-                taken |= dict.fromkeys(keys, cuts)
-    lacking = [
-        _uncovered(wanted[key], demand, missing[demand])
-        for demand, keys in demands.items()
-        if missing[demand]
-        for key in keys
-    ]
-    return chosen, lacking
-
-
-def _best_rank(
-    held: Mapping[Rank, object],
-    demands: Mapping[Demand, Sequence[Key]],
-    missing: Mapping[Demand, Spans],
-    prefer: int,
-) -> Rank | None:
-    """The rank to take next; None when no rank adds anything."""
-    gains: dict[Rank, int] = {}
-    for rank in held:
-        gains[rank] = sum(
-            len(keys) * sum(cut.count for cut in _takes(demand, missing[demand], rank))
-            for demand, keys in demands.items()
-        )
-    most = max(gains.values(), default=0)
-    equals = [rank for rank, gain in gains.items() if gain == most]
-    return equals[prefer % len(equals)] if most else None
-
-
-def _takes(demand: Demand, missing: Spans, rank: Rank) -> tuple[UnitCut, ...]:
-    spans = dict(demand[1]).get(rank, ())
-    return tuple(sorted(intersect(missing, spans)))
-
-
-def _without(spans: Spans, cuts: Iterable[UnitCut]) -> Spans:
-    """Spans less the units of `cuts`."""
-    left = list(spans)
-    for cut in cuts:
-        left = [piece for span in left for piece in _minus(span, cut.global_start, cut.count)]
-    return tuple(left)
-
-
-def _minus(span: Span, start: int, count: int) -> Iterable[Span]:
-    end, span_end = start + count, span.global_start + span.count
-    if end <= span.global_start or span_end <= start:
-        yield span
-        return
-    if span.global_start < start:
-        yield Span(span.local_start, span.global_start, start - span.global_start)
-    if end < span_end:
-        yield Span(span.local_start + end - span.global_start, end, span_end - end)
-
-
-def _uncovered(region: Region, demand: Demand, missing: Spans) -> Mismatch:
-    lacking = ", ".join(f"{span.global_start}..{span.global_start + span.count - 1}" for span in missing)
-    if not demand[1]:
+def _uncovered(region: Region, lack: Lack) -> Mismatch:
+    lacking = ", ".join(f"{span.global_start}..{span.global_start + span.count - 1}" for span in lack.missing)
+    if not lack.offers:
         return _differs(region, "layer set", "no such layer component", "it", "it would stay unread")
     offered = ", ".join(
         f"{rank}: {span.global_start}..{span.global_start + span.count - 1}"
-        for rank, spans in demand[1]
+        for rank, spans in lack.offers
         for span in spans
     )
     return _differs(region, "units", offered, f"needs {lacking}", "these units would stay unread")

@@ -114,6 +114,10 @@ class RankTable(msgspec.Struct, frozen=True):
     groups: tuple[Group, ...]
     regions: tuple[Region, ...]
     buffers: tuple[Buffer, ...]
+    dcp_size: int = 1
+    """Decode context parallelism: TP ranks that take turns in holding a request's tokens."""
+    pcp_size: int = 1
+    """Prefill context parallelism: the same over ranks of their own."""
 
 
 class UnitCut(msgspec.Struct, frozen=True, order=True):

@@ -85,7 +85,14 @@ def build_table(engine: Engine, kv_caches: Mapping[str, torch.Tensor]) -> RankTa
         groups=tuple(_group(index, group, layers) for index, group in enumerate(config.transfer_groups)),
         regions=regions,
         buffers=tuple(merged_buffers(kv_caches[region.layer] for region in regions)),
+        dcp_size=_context_size(engine, "decode_context_parallel_size"),
+        pcp_size=_context_size(engine, "prefill_context_parallel_size"),
     )
+
+
+def _context_size(engine: Engine, name: str) -> int:
+    """A context-parallel size of this engine; vLLM releases without the setting have one rank."""
+    return int(getattr(engine.vllm_config.parallel_config, name, 1))
 
 
 def model_fingerprint(vllm_config: Any) -> dict[str, str]:

@@ -143,6 +143,18 @@ def test_two_layers_up_to_two_pages_exhaustively(arenas: tuple[Arena, Arena], re
     assert pulls == len(FORMS) ** 2 * 3 * len(ranges)
 
 
+def test_every_layout_pair_with_many_heads_and_tokens(arenas: tuple[Arena, Arena], read: Reader) -> None:
+    """vllm#46223, TensorRT-LLM#6507: 4 heads, 16 tokens, head size 8, TP1 -> TP2; every (head, token, channel)."""
+    layers = (Layer("layers.0.attn", "attention", 4, 8), Layer("layers.1.attn", "attention", 4, 8))
+    for seed, (producer, consumer) in enumerate(itertools.product(VLLM_LAYOUTS, VLLM_LAYOUTS)):
+        sides = [
+            SideSpec(tp=tp, layout=layout, block_size=16, kernel_block_size=16, num_blocks=5)
+            for tp, layout in ((1, producer), (2, consumer))
+        ]
+        tally = run_case(Case(sides[0], sides[1], layers, 2, TokenRange(0, 40), seed), arenas, read)
+        assert (tally.ranks, tally.bytes) == (2, 2 * 2 * 40 * 4 * 8 * 2)
+
+
 def test_equal_tp_exhaustively(arenas: tuple[Arena, Arena], read: Reader) -> None:
     """The same at equal TP sizes, where pages are most often copied whole."""
     ranges = [TokenRange(start, end) for end in range(1, 9) for start in range(end)]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from mooncake_hetero_tp.core import cover
 from mooncake_hetero_tp.core.binding import Descriptors
 from mooncake_hetero_tp.core.regions import Buffer
 from mooncake_hetero_tp.io.engine import MooncakeEngine
 from mooncake_hetero_tp.io.transfer import Deadline
 from mooncake_hetero_tp.types import TokenRange
-from tests.oracle import Case, Reader, draw_case, run_case
+from tests.hybrid_oracle import build_hybrid_pulls, draw_hybrid
+from tests.oracle import Case, Reader, draw_case, run_case, run_pulls
 from tests.oracle_memory import VLLM_LAYOUTS, Arena, Layer, SideSpec
-from tests.staged import StagedTally, run_staged
+from tests.staged import StagedTally, run_staged, run_staged_pulls
 
 FIRST_SEED, RANDOM_CASES, CHUNKS = 100_000, 200, 4
-STAGED_CASES = 60
+STAGED_CASES = HYBRID_CASES = 60
 READ_S = 60.0
 
 
@@ -83,3 +86,16 @@ def test_a_flipped_byte_is_seen(mooncake: MooncakeReader) -> None:
     case = Case(SideSpec(), SideSpec(tp=2), layers, 2, TokenRange(0, 7))
     with pytest.raises(AssertionError, match="1 bytes differ"):
         run_case(case, mooncake.arenas, read, most_ranks=1)
+
+
+def test_hybrid_models_over_tcp_equal_the_oracle(mooncake: MooncakeReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several groups, state slots, latents and scales; every replica shares. Direct reads, then packed ones."""
+    monkeypatch.setattr(cover, "SHARE_BYTES", 64)
+    for seed in range(FIRST_SEED, FIRST_SEED + HYBRID_CASES):
+        pulls = build_hybrid_pulls(draw_hybrid(seed), mooncake.arenas, most_ranks=1)
+        run_pulls(pulls, mooncake.read)
+    tally = StagedTally()
+    for seed in range(FIRST_SEED + HYBRID_CASES, FIRST_SEED + 2 * HYBRID_CASES):
+        pulls = build_hybrid_pulls(draw_hybrid(seed), mooncake.arenas, most_ranks=1)
+        run_staged_pulls(pulls, random.Random(seed), mooncake.arenas, mooncake.read, tally)
+    assert tally.ranks == HYBRID_CASES

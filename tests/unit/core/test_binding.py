@@ -357,3 +357,13 @@ def test_a_tail_outside_the_cache_is_refused() -> None:
 def test_extents_of_the_test_tables_fill_their_buffers() -> None:
     made = Dense(heads=2, layers=2).table()
     assert max(item.base + extent(item) for item in made.regions) == made.buffers[0].end
+
+
+def test_lengths_are_those_of_kernel_pages() -> None:
+    # vllm#54272: 768 tokens are 12 kernel pages of 64; 884,736 bytes a descriptor in place of 73,728 overlapped 12 times.
+    like = Dense(heads=1, tokens=768, kernel_tokens=64, head_size=576, blocks=4)
+    other = replace(like, tokens=64, kernel_tokens=64, blocks=48)
+    found = bound(_plan(like, other), TokenRange(0, 768), [2], list(range(1, 25, 2)))
+    assert [length for _, _, length in found] == [73_728] * 12
+    assert [src for src, _, _ in found] == [(24 + page) * 73_728 for page in range(12)]
+    assert sum(length for _, _, length in found) == 884_736

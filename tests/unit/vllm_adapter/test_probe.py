@@ -277,3 +277,14 @@ def test_geometry_is_per_layer_not_the_first_layers() -> None:
         (model.names[0], "packed"),
         (model.names[1], "halves.transposed_k"),
     }
+
+
+def test_context_parallel_sizes_are_stated() -> None:
+    model = Model()
+    assert (table_of(model)[0].dcp_size, table_of(model)[0].pcp_size) == (1, 1)
+    config = model.cache_config()
+    engine = model.engine(config)
+    engine.vllm_config.parallel_config.decode_context_parallel_size = 4
+    engine.vllm_config.parallel_config.prefill_context_parallel_size = 2
+    table = build_table(engine, model.allocate(config))
+    assert (table.dcp_size, table.pcp_size) == (4, 2)
