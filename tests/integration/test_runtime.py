@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mooncake_hetero_tp.core import cover
 from mooncake_hetero_tp.core.binding import Descriptors
 from mooncake_hetero_tp.core.consumer import ConsumerConfig
 from mooncake_hetero_tp.core.cost import Mode
@@ -18,7 +16,7 @@ from mooncake_hetero_tp.io.engine import MooncakeEngine
 from mooncake_hetero_tp.io.staging import RingSize
 from mooncake_hetero_tp.types import Rank
 from tests.handovers import CONSUMER, PRODUCER, SENTINEL, Handovers
-from tests.oracle_memory import Layer, SideSpec
+from tests.oracle_memory import SideSpec
 
 pytest.importorskip("mooncake.engine")
 
@@ -73,50 +71,6 @@ def test_a_hand_over_is_exact_and_both_sides_end_clean(
     if way["transfer_mode"] is not Mode.AUTO:
         pulls = 3 * producer.tp if way["transfer_mode"] is Mode.STAGED else 0
         assert [taken.pulls_staged for taken in stats] == [pulls] * consumer.tp
-
-
-EIGHT = tuple(Layer(f"model.layers.{number}", units=4, channels=8) for number in range(8))
-LATENTS = tuple(Layer(f"model.layers.{number}", "latent", channels=8) for number in range(8))
-
-
-@pytest.mark.usefixtures("leaves_nothing")
-@pytest.mark.parametrize("way", WAYS[1:])
-@pytest.mark.parametrize("layers", [EIGHT, EIGHT[:3]], ids=["eight layers", "a stage without any"])
-def test_stages_and_tensor_ranks_unlike_on_both_sides(
-    make_engine: MakeEngine, layers: tuple[Layer, ...], way: dict[str, Any]
-) -> None:
-    """PP4 TP1 -> PP2 TP2 (vllm#56033, sglang#32270): each rank is told of the end, read from or not, with layers or not."""
-    sides = replace(PRODUCER, pp=4), replace(CONSUMER, pp=2)
-    handovers = Handovers(make_engine, producer=sides[0], consumer=sides[1], layers=layers, **way)
-    load = handovers.load("stages", 27)
-    with handovers.pair as pair:
-        pair.keep(load)
-        pair.pull(load)
-        assert pair.wait_loaded(load)
-        pair.release(load)
-        pair.wait_freed(load)
-        assert len(pair.ended.sending) == 4
-    assert handovers.wrong_bytes(load) == 0
-
-
-@pytest.mark.usefixtures("leaves_nothing")
-@pytest.mark.parametrize("way", WAYS[1:])
-def test_replicas_share_a_pull(make_engine: MakeEngine, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Latents that four ranks hold whole, into one: a quarter from each."""
-    monkeypatch.setattr(cover, "SHARE_BYTES", 1)
-    sides = replace(PRODUCER, tp=4), replace(CONSUMER, tp=1)
-    handovers = Handovers(make_engine, producer=sides[0], consumer=sides[1], layers=LATENTS, **way)
-    load = handovers.load("latents", 27)
-    with handovers.pair as pair:
-        pair.keep(load)
-        pair.pull(load)
-        assert pair.wait_loaded(load)
-        pair.release(load)
-        pair.wait_freed(load)
-        served = [runtime.stats() for runtime in pair.producers.values()]
-    assert handovers.wrong_bytes(load) == 0
-    if way["transfer_mode"] is Mode.STAGED:
-        assert all(taken.chunks_packed for taken in served)
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
