@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 _SMALL_BYTES: Final = 256
 _SMALL_COUNT: Final = 64
-UNKNOWN: Final = Measured(Rates(chunk_s=2e-3))
-"""A path over which nothing was staged. Packing shares the cores with a TCP wire: on 2 cores a chunk of 16 MiB was seen
-to take 2 ms more than its bytes. Who begins here stages what is clearly faster so, and learns the rest from it."""
 _REMEMBERED: Final = 1024
 _TRIES: Final = 2
 """The faster of so many: the first may meet a busy moment."""
@@ -141,7 +138,7 @@ class Chooser:
     def rates(self, peer: str) -> Rates:
         """What is believed of the path to a peer."""
         with self._lock:
-            return self._paths.get(peer, UNKNOWN).rates
+            return self._paths.get(peer, Measured()).rates
 
     @contextmanager
     def watching(self, peer: str, *, chunk: bool = False) -> Iterator[list[ReadTally]]:
@@ -180,13 +177,13 @@ class Chooser:
             )
 
     def _refine_locked(self, peer: str, change: Callable[[Measured], Measured]) -> None:
-        self._paths[peer] = change(self._paths.get(peer, UNKNOWN))
+        self._paths[peer] = change(self._paths.get(peer, Measured()))
 
     def _measure(self, peer: str, source: Buffer, deadline: Deadline) -> None:
         with self._lock:
             if peer in self._paths:
                 return
-            self._paths[peer] = UNKNOWN  # who comes meanwhile takes the defaults
+            self._paths[peer] = Measured()  # who comes meanwhile takes the defaults
         try:
             found = self._probe(peer, source, deadline)
         except TransferError as error:
@@ -200,7 +197,7 @@ class Chooser:
         small = min(_SMALL_COUNT, source.length_bytes // _SMALL_BYTES)
         large = min(SCRATCH_BYTES, source.length_bytes)
         self._timed(peer, source, 1, 1, deadline)  # connects
-        rates = UNKNOWN.rates
+        rates = Rates()
         if small == _SMALL_COUNT:
             seconds = min(self._timed(peer, source, small, _SMALL_BYTES, deadline) for _ in range(_TRIES))
             rates = msgspec.structs.replace(rates, descriptor_s=seconds / small)

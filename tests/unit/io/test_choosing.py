@@ -21,7 +21,7 @@ from mooncake_hetero_tp.core.messages import Offer
 from mooncake_hetero_tp.core.plan import plan_pulls
 from mooncake_hetero_tp.core.slots import Slot
 from mooncake_hetero_tp.errors import TransferError
-from mooncake_hetero_tp.io.choosing import UNKNOWN, Chooser, Chosen
+from mooncake_hetero_tp.io.choosing import Chooser, Chosen
 from mooncake_hetero_tp.io.packer import Packer
 from mooncake_hetero_tp.io.pool import WorkerPool
 from mooncake_hetero_tp.io.reads import ReadDone, Reads, ReadTools
@@ -135,7 +135,7 @@ def test_a_path_that_cannot_be_measured_has_the_default_rates() -> None:
     bench = Bench()
     bench.engine.broken = True
     bench.choose(4)
-    assert bench.chooser.rates(PEER) == UNKNOWN.rates
+    assert bench.chooser.rates(PEER) == Rates()
 
 
 def test_overlapping_reads_count_together() -> None:
@@ -179,14 +179,14 @@ def test_chunks_and_direct_reads_at_once_teach_nothing() -> None:
         time.sleep(0.02)
         chunk.append(ReadTally(1 << 20, 1, 1))
         direct.append(ReadTally(1 << 20, 500, 1))
-    assert bench.chooser.rates(PEER) == UNKNOWN.rates
+    assert bench.chooser.rates(PEER) == Rates()
 
 
 def test_a_read_that_fails_teaches_nothing() -> None:
     bench = Bench(Mode.STAGED)
     with pytest.raises(TransferError), bench.chooser.watching(PEER):
         raise TransferError("broken")
-    assert bench.chooser.rates(PEER) == UNKNOWN.rates
+    assert bench.chooser.rates(PEER) == Rates()
 
 
 def chunk_of(bench: Bench, number: int = 0, gather_us: int = 10_000) -> StartChunk:
