@@ -14,10 +14,18 @@ from typing import Any
 
 import torch
 
-from mooncake_hetero_tp.core.regions import Buffer, Group, RankTable, Region, Span, attention_spans, whole_span
+from mooncake_hetero_tp.core.regions import STATE, Buffer, Group, RankTable, Region, Span, attention_spans, whole_span
 from mooncake_hetero_tp.errors import ConfigError
 from mooncake_hetero_tp.vllm_adapter.encodings import LayerFacts, PageView, encode
-from mooncake_hetero_tp.vllm_adapter.specs import is_latent, kind_of, layer_specs, refuse_unsupported
+from mooncake_hetero_tp.vllm_adapter.specs import (
+    is_latent,
+    is_state,
+    is_state_group,
+    kind_of,
+    layer_specs,
+    refuse_unsupported,
+)
+from mooncake_hetero_tp.vllm_adapter.state_layers import StateLayer, state_regions
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +52,9 @@ class Engine:
     place: Place
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Layer:
-    """One probed layer: its group, how many tokens its kernel pages hold, its regions."""
+    """One probed layer: its group, how many tokens its kernel pages (or slots) stand for, its regions."""
 
     name: str
     group: int
@@ -187,6 +195,15 @@ def _probe_group(engine: Engine, index: int, group: Any, kv_caches: Mapping[str,
 
 
 def _probe_layer(engine: Engine, index: int, spec: Any, name: str, view: torch.Tensor) -> _Layer:
+    if is_state(spec):
+        state = StateLayer(
+            name=name,
+            module=_module(engine, name),
+            spec=spec,
+            tp_size=engine.place.tp_size,
+            tp_rank=engine.place.tp_rank,
+        )
+        return _Layer(name, index, int(spec.block_size), state_regions(state, index, view))
     tokens = _kernel_tokens(engine, name, spec, view)
     facts = _layer_facts(engine, name, spec, view)
     encoding, components = encode(facts, _page_view(name, view))
@@ -209,7 +226,7 @@ def _probe_layer(engine: Engine, index: int, spec: Any, name: str, view: torch.T
         )
         for part in components
     )
-    return _Layer(name=name, group=index, kernel_block_size=tokens, regions=regions)
+    return _Layer(name, index, tokens, regions)
 
 
 def _kernel_tokens(engine: Engine, name: str, spec: Any, view: torch.Tensor) -> int:
@@ -242,9 +259,7 @@ def _page_view(name: str, view: torch.Tensor) -> PageView:
 
 
 def _layer_facts(engine: Engine, name: str, spec: Any, view: torch.Tensor) -> LayerFacts:
-    module = engine.vllm_config.compilation_config.static_forward_context.get(name)
-    if module is None:
-        raise ConfigError(f"{name}: vLLM knows no attention module of this name, so its backend is unknown")
+    module = _module(engine, name)
     return LayerFacts(
         layer=name,
         backend=str(module.get_attn_backend().get_name()),
@@ -259,6 +274,13 @@ def _layer_facts(engine: Engine, name: str, spec: Any, view: torch.Tensor) -> La
         own_content=spec.state_content_bytes is not None,
         plain_values=spec.kv_quant_mode.name in ("NONE", "FP8_PER_TENSOR"),
     )
+
+
+def _module(engine: Engine, name: str) -> Any:
+    module = engine.vllm_config.compilation_config.static_forward_context.get(name)
+    if module is None:
+        raise ConfigError(f"{name}: vLLM knows no attention module of this name, so its backend is unknown")
+    return module
 
 
 def _draft_arch(engine: Engine, name: str) -> Any:
@@ -297,7 +319,7 @@ def _group(index: int, group: Any, layers: Sequence[_Layer]) -> Group:
     block_size = int(group.kv_cache_spec.block_size)
     return Group(
         index=index,
-        kind=kind_of(group),
+        kind=STATE if is_state_group(group) else kind_of(group),
         block_size=block_size,
         kernel_block_size=next(iter(kernel), block_size),
     )

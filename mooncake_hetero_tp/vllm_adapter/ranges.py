@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mooncake_hetero_tp.types import TokenRange
-from mooncake_hetero_tp.vllm_adapter.specs import chunk_of, window_of
+from mooncake_hetero_tp.vllm_adapter.specs import chunk_of, is_state_group, window_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,11 +20,13 @@ class GroupReach:
     """Tokens that the next one reads, itself included; None: all."""
     chunk: int | None = None
     """Length of the chunk whose start is the oldest token read; None: not chunked."""
+    is_state: bool = False
+    """One state stands for all tokens before the next one: it is that of `end` tokens or of no use."""
 
     @property
     def is_partial(self) -> bool:
-        """Whether the group drops old pages, so that a prefill must end exactly where the load does."""
-        return self.window is not None or self.chunk is not None
+        """Whether the group drops old pages or states, so that a prefill must end exactly where the load does."""
+        return self.window is not None or self.chunk is not None or self.is_state
 
     def first_read(self, end: int) -> int:
         """The oldest of the tokens `[0, end)` that token `end` reads (vLLM: `get_num_skipped_tokens`)."""
@@ -38,7 +40,12 @@ class GroupReach:
 
 def reach_of(group: Any) -> GroupReach:
     """The reach of one KVCacheGroupSpec."""
-    return GroupReach(block_size=int(group.kv_cache_spec.block_size), window=window_of(group), chunk=chunk_of(group))
+    return GroupReach(
+        block_size=int(group.kv_cache_spec.block_size),
+        window=window_of(group),
+        chunk=chunk_of(group),
+        is_state=is_state_group(group),
+    )
 
 
 def load_ranges(groups: Sequence[GroupReach], start: int, end: int, *, whole_pages: bool) -> tuple[TokenRange, ...]:

@@ -12,6 +12,8 @@ from mooncake_hetero_tp.errors import ConfigError
 _CARRIED = (kinds.FullAttentionSpec, kinds.SlidingWindowSpec, kinds.ChunkedLocalAttentionSpec)
 _REFUSED = (kinds.SinkFullAttentionSpec, kinds.HiddenStateCacheSpec)
 """Subclasses of the carried ones whose pages hold something else."""
+_STATE_MODES = ("none", "align")
+"""`mamba_cache_mode`s in which the state after `end` tokens is in the slot of the last of them."""
 
 
 def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
@@ -29,6 +31,16 @@ def kind_of(group: Any) -> str:
 def is_latent(spec: Any) -> bool:
     """MLA: one latent row a token, the same on every TP rank."""
     return isinstance(spec, kinds.MLAAttentionSpec | kinds.SlidingWindowMLASpec)
+
+
+def is_state(spec: Any) -> bool:
+    """Mamba, linear attention, short convolution: one state a request instead of a row a token."""
+    return isinstance(spec, kinds.MambaSpec)
+
+
+def is_state_group(group: Any) -> bool:
+    """Whether the blocks of a group are slots of states."""
+    return any(is_state(spec) for _, spec in layer_specs(group))
 
 
 def window_of(group: Any) -> int | None:
@@ -60,10 +72,17 @@ def refuse_unsupported(kv_cache_config: Any) -> None:
                 )
 
 
+def _why_not_state(spec: Any) -> str | None:
+    """Slots are found by the end of the load, so only the newest state of a request may count."""
+    if spec.mamba_cache_mode not in _STATE_MODES:
+        return f"only the newest state of a request moves, not those of --mamba-cache-mode {spec.mamba_cache_mode}"
+    return None
+
+
 def _why_not(group: Any, spec: Any) -> str | None:
     """The reason why a layer is refused, or None."""
-    if isinstance(spec, kinds.MambaSpec):
-        return "state-space and linear-attention layers are not supported yet"
+    if is_state(spec):
+        return _why_not_state(spec)
     if getattr(group, "host_resident", False):
         return "its blocks live in a host pool"
     if not getattr(spec, "has_layer_views", True):

@@ -188,7 +188,7 @@ def test_per_layer_specs_of_a_uniform_group_are_used() -> None:
 
 
 def mamba() -> Any:
-    return kinds.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+    return kinds.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="all")
 
 
 def sinks() -> Any:
@@ -210,7 +210,7 @@ def compressed() -> Any:
 @pytest.mark.parametrize(
     "spec,kind,reason",
     [
-        (mamba, "MambaSpec", "not supported yet"),
+        (mamba, "MambaSpec", "only the newest state of a request moves, not those of --mamba-cache-mode all"),
         (sinks, "SinkFullAttentionSpec", "consecutive prompt tokens"),
         (ring, "CircularBufferSpec", "consecutive prompt tokens"),
         (hot, "HiSparseHotSpec", "raw buffer"),

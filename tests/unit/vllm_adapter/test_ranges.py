@@ -56,3 +56,10 @@ def test_a_window_is_loaded_exactly_or_from_the_start_of_its_page() -> None:
 
 def test_a_chunk_that_begins_with_the_next_token_needs_nothing() -> None:
     assert load_ranges([GroupReach(block_size=16, chunk=64)], 0, 64, whole_pages=True) == (TokenRange(64, 64),)
+
+
+def test_a_state_is_loaded_whole_and_ends_a_prefill_exactly() -> None:
+    states = GroupReach(block_size=384, is_state=True)
+    assert states.is_partial
+    assert load_ranges([states], 100, 1000, whole_pages=True) == (TokenRange(100, 1000),)
+    assert load_ranges([states], 1000, 1000, whole_pages=True)[0].count == 0

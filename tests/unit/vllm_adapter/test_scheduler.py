@@ -157,7 +157,7 @@ def test_null_blocks_keep_their_positions() -> None:
 
 def test_models_that_cannot_be_carried_stop_the_start() -> None:
     model = Model()
-    mamba = kinds.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(model.dtype,))
+    mamba = kinds.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(model.dtype,), mamba_cache_mode="all")
     config = replace(model.cache_config(), kv_cache_groups=[kinds.KVCacheGroupSpec(model.names, mamba)])
     with pytest.raises(ConfigError, match="MambaSpec KV cache cannot be transferred"):
         side("kv_both", config)

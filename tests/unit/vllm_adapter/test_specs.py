@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.v1 import kv_cache_interface as kinds
 
-from mooncake_hetero_tp.vllm_adapter.specs import chunk_of, is_latent, kind_of, layer_specs, window_of
+from mooncake_hetero_tp.vllm_adapter.specs import chunk_of, is_latent, is_state_group, kind_of, layer_specs, window_of
 
 COMMON = {"block_size": 16, "num_kv_heads": 4, "head_size": 8, "dtype": torch.float32}
 
@@ -44,3 +44,9 @@ def test_uniform_groups_are_taken_apart() -> None:
     assert dict(layer_specs(uniform)) == specs
     assert all(is_latent(spec) for spec in specs.values())
     assert kind_of(uniform) == "mla_attention"
+
+
+def test_states_are_known_by_their_spec() -> None:
+    states = group(kinds.MambaSpec(block_size=384, shapes=((3, 8),), dtypes=(torch.float32,)))
+    assert (is_state_group(states), window_of(states), chunk_of(states)) == (True, None, None)
+    assert not is_state_group(group(kinds.FullAttentionSpec(**COMMON)))
