@@ -10,11 +10,14 @@ import msgspec
 import numpy as np
 
 from mooncake_hetero_tp.cli.case import Case, InvalidCase, Request, read_case
+from mooncake_hetero_tp.cli.copies import Copy, copies_of
 from mooncake_hetero_tp.cli.costs import Reading, Terms, choice_of
-from mooncake_hetero_tp.cli.memory import COMPONENT, Array, RankMemory, engine_memory, refusals
+from mooncake_hetero_tp.cli.layers import Layer
+from mooncake_hetero_tp.cli.memory import Array, RankMemory, engine_memory, refusals
 from mooncake_hetero_tp.core.binding import Descriptors, bind
 from mooncake_hetero_tp.core.cost import Mode, Rates
 from mooncake_hetero_tp.core.handshake import Agreement, agree, combine, compare, explain
+from mooncake_hetero_tp.core.pairing import make_pair_plan
 from mooncake_hetero_tp.core.plan import PairPlan, collapse, plan_pulls, prove
 from mooncake_hetero_tp.errors import ConfigError, IncompatiblePeer
 from mooncake_hetero_tp.types import Mismatch, Rank, TokenRange
@@ -28,16 +31,6 @@ class RankName(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"pp{self.pp}.tp{self.tp}"
-
-
-class Copy(msgspec.Struct, frozen=True):
-    """One contiguous run; offsets count from the start of the layer's array on either side."""
-
-    layer: str
-    component: str
-    src: int
-    dst: int
-    bytes: int
 
 
 class Pull(msgspec.Struct, frozen=True):
@@ -162,8 +155,12 @@ class _Engines:
     def pull(self, placed: _Placed, reading: Reading, mode: Mode) -> Pull:
         sources, targets = self.producers[reading.producer], self.consumers[reading.consumer]
         plan = reading.plan
-        copies = [copy for layer in plan.layers for copy in _copies(placed, plan, layer, sources, targets)]
-        copies.sort(key=lambda copy: copy.dst)
+        copies = [
+            copy
+            for (layer, component), part in _components(plan)
+            for copy in copies_of(placed.bind(part), placed.layers[layer], component, (sources, targets))
+        ]
+        copies.sort(key=lambda copy: copy.place)
         return Pull(*_count(reading, mode), copies)
 
 
@@ -172,6 +169,7 @@ class _Placed:
     """A request's token ranges and complete block lists, per group."""
 
     terms: Terms
+    layers: Mapping[str, Layer]
     ranges: list[TokenRange]
     producer_blocks: list[np.ndarray[Any, np.dtype[np.int64]]]
     consumer_blocks: list[np.ndarray[Any, np.dtype[np.int64]]]
@@ -179,11 +177,13 @@ class _Placed:
     @classmethod
     def of(cls, case: Case, request: Request, terms: Terms) -> _Placed:
         """Puts a place-holder before the consumer's list for each page that it leaves out; none is ever read."""
+        whole = TokenRange(request.skip_tokens, request.tokens)
         skipped = [request.skip_tokens // case.consumer.block_size_of(group) for group in case.groups]
         consumer_blocks = zip(skipped, request.consumer_blocks, strict=True)
         return cls(
             terms=terms,
-            ranges=[TokenRange(request.skip_tokens, request.tokens)] * len(case.groups),
+            layers={layer.name: layer for layer in case.layers},
+            ranges=[case.tokens_read(group, whole) for group in case.groups],
             producer_blocks=[np.array(blocks, np.int64) for blocks in request.producer_blocks],
             consumer_blocks=[np.array([0] * pages + blocks, np.int64) for pages, blocks in consumer_blocks],
         )
@@ -193,17 +193,17 @@ class _Placed:
         return bind(plan, self.ranges, self.producer_blocks, self.consumer_blocks, null_block=None)
 
 
-def _copies(placed: _Placed, plan: PairPlan, layer: str, sources: RankMemory, targets: RankMemory) -> Iterator[Copy]:
-    runs = placed.bind(plan.only({layer}))
-    src = (runs.src - sources.address_of(layer)).tolist()
-    dst = (runs.dst - targets.address_of(layer)).tolist()
-    for start, end, length in zip(src, dst, runs.length.tolist(), strict=True):
-        yield Copy(layer, COMPONENT, start, end, length)
+def _components(plan: PairPlan) -> Iterator[tuple[tuple[str, str], PairPlan]]:
+    """The plan of each (layer, component), in its order."""
+    for pair in plan.pairs:
+        key = (pair.consumer.layer, pair.consumer.component)
+        yield key, make_pair_plan(plan.consumer, plan.producer, [pair])
 
 
 def _likely_request(case: Case) -> Request:
-    """As many tokens as the largest block holds, no two neighbouring blocks of which lie side by side."""
-    tokens = max(side.block_size_of(group) for side in case.sides.values() for group in case.groups)
+    """As many tokens as the largest block of tokens holds, no two neighbouring blocks of which lie side by side."""
+    paged = [group for group in case.groups if not case.is_state(group)] or case.groups
+    tokens = max(side.block_size_of(group) for side in case.sides.values() for group in paged)
     blocks = [
         [list(range(0, 2 * -(-tokens // side.block_size_of(group)), 2)) for group in case.groups]
         for side in (case.producer, case.consumer)

@@ -4,36 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
+from mooncake_hetero_tp.cli.layers import LAYER_KINDS, Layer, StateLayer, WindowLayer, is_state, state_sizes
+from mooncake_hetero_tp.cli.limits import (
+    DTYPE_BYTES,
+    MAX_CACHE_BYTES,
+    MAX_PAGE_PLACES,
+    MAX_RANKS,
+    MAX_STATE_VALUES,
+    Count,
+    Index,
+    Parallel,
+    PerGroup,
+    SideName,
+)
 from mooncake_hetero_tp.core.layout import KVLayout
+from mooncake_hetero_tp.core.regions import STATE
+from mooncake_hetero_tp.core.state_tensors import ConvLayout
 from mooncake_hetero_tp.errors import ConfigError
-
-DTYPE_BYTES: Mapping[str, int] = {
-    "float64": 8,
-    "float32": 4, "float": 4,
-    "bfloat16": 2, "float16": 2, "half": 2,
-    "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int8": 1, "uint8": 1,
-}  # fmt: skip
-"""Bytes of one value, under the names of vLLM's `--dtype` and `--kv-cache-dtype` and of torch."""
-
-MAX_RANKS = 256
-MAX_SIZE = 1 << 32
-"""Far above any engine; keeps every offset inside 64 bits."""
-MAX_CACHE_BYTES = 1 << 52
-MAX_PAGE_PLACES = 1 << 22
-"""Places (heads x tokens) of one page; the proof of a plan looks at each."""
-
-Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE)]
-Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
-Parallel = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
-GroupIndex = Annotated[int, msgspec.Meta(ge=0, le=1023)]
-PerGroup = Count | list[Count]
-SideName = Literal["producer", "consumer"]
-Name = Annotated[str, msgspec.Meta(min_length=1)]
+from mooncake_hetero_tp.types import TokenRange
 
 
 class InvalidCase(Exception):
@@ -41,7 +33,7 @@ class InvalidCase(Exception):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine. Sizes in tokens; `page_size_padded` in bytes."""
+    """One engine. Sizes in tokens; `page_size_padded` in bytes, for all groups or for each (null: not padded)."""
 
     tp: Parallel
     pp: Parallel = 1
@@ -49,7 +41,9 @@ class Side(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     block_size: PerGroup
     num_blocks: Count
     kernel_block_size: PerGroup | None = None
-    page_size_padded: Count | None = None
+    page_size_padded: Count | list[Count | None] | None = None
+    conv_layout: ConvLayout | None = None
+    """Of this engine's states; None: as the layer says."""
 
     def block_size_of(self, group: int) -> int:
         return _of_group(self.block_size, group)
@@ -57,19 +51,9 @@ class Side(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def kernel_block_size_of(self, group: int) -> int:
         return _of_group(self.block_size if self.kernel_block_size is None else self.kernel_block_size, group)
 
-
-class AttentionLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A layer that keeps K and V of `kv_heads` heads (of the whole model) per token."""
-
-    name: Name
-    kind: Literal["attention"]
-    kv_heads: Count
-    head_size: Count
-    group: GroupIndex = 0
-
-
-LAYER_KINDS: Mapping[str, type[AttentionLayer]] = {"attention": AttentionLayer}
-"""Kinds of layers that can be planned, and the record each is read into."""
+    def page_size_of(self, group: int) -> int | None:
+        """Bytes that each (layer, block) page of the group is padded to."""
+        return self.page_size_padded[group] if isinstance(self.page_size_padded, list) else self.page_size_padded
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +71,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     producer: Side
     consumer: Side
     dtype: str
-    layers: list[AttentionLayer]
+    layers: list[Layer]
     request: Request | None = None
 
     @property
@@ -104,10 +88,41 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         listed = [len(sizes) for _, sizes in self.listed_sizes()]
         return range(max([*listed, *(layer.group + 1 for layer in self.layers)]))
 
-    def listed_sizes(self) -> Iterator[tuple[str, list[int]]]:
+    def in_group(self, group: int) -> list[Layer]:
+        return [layer for layer in self.layers if layer.group == group]
+
+    def is_state(self, group: int) -> bool:
+        """Whether the group's blocks are slots of states."""
+        return any(is_state(layer) for layer in self.in_group(group))
+
+    def kind_of(self, group: int) -> str:
+        """The kind of the group's layers, `attention` where they are of several."""
+        kinds = {layer.kind for layer in self.in_group(group)}
+        return STATE if self.is_state(group) else kinds.pop() if len(kinds) == 1 else "attention"
+
+    def tokens_read(self, group: int, tokens: TokenRange) -> TokenRange:
+        """Those of `tokens` that the next token still reads; a window reaches back as far as it is long."""
+        windows = [layer.window if isinstance(layer, WindowLayer) else None for layer in self.in_group(group)]
+        if not windows or None in windows:
+            return tokens
+        first = max(tokens.end - max(window or 0 for window in windows) + 1, tokens.start)
+        return TokenRange(min(first, tokens.end), tokens.end)
+
+    def pages_read(self, side: Side, group: int) -> range:
+        """Pages of the request, counted from its first, that are looked at; none without a request."""
+        if self.request is None or not self.in_group(group):
+            return range(0)
+        read = self.tokens_read(group, TokenRange(self.request.skip_tokens, self.request.tokens))
+        size = side.block_size_of(group)
+        end = -(-read.end // size)
+        if not read.count:
+            return range(0)
+        return range(end - 1 if self.is_state(group) else read.start // size, end)
+
+    def listed_sizes(self) -> Iterator[tuple[str, list[Any]]]:
         """Sizes that are given as a list, with their names."""
         for name, side in self.sides.items():
-            for field in ("block_size", "kernel_block_size"):
+            for field in ("block_size", "kernel_block_size", "page_size_padded"):
                 if isinstance(sizes := getattr(side, field), list):
                     yield f"{name}.{field}", sizes
 
@@ -141,7 +156,7 @@ def read_case(given: object) -> Case:
     return case
 
 
-def _read_layer(given: Mapping[str, Any], place: int) -> AttentionLayer:
+def _read_layer(given: Mapping[str, Any], place: int) -> Layer:
     kind = given.get("kind")
     record = LAYER_KINDS.get(kind) if isinstance(kind, str) else None
     if record is None:
@@ -158,8 +173,9 @@ def _of_group(sizes: int | list[int], group: int) -> int:
 
 
 def _wrong_names(case: Case) -> Iterator[str]:
-    if case.dtype not in DTYPE_BYTES:
-        yield f"dtype {case.dtype!r} is unknown; known: {', '.join(DTYPE_BYTES)}"
+    for dtype in dict.fromkeys((case.dtype, *_state_dtypes(case))):
+        if dtype not in DTYPE_BYTES:
+            yield f"dtype {dtype!r} is unknown; known: {', '.join(DTYPE_BYTES)}"
     for name, side in case.sides.items():
         try:
             KVLayout.from_name(side.layout)
@@ -172,6 +188,12 @@ def _wrong_names(case: Case) -> Iterator[str]:
         seen.add(layer.name)
 
 
+def _state_dtypes(case: Case) -> Iterator[str]:
+    for layer in case.layers:
+        if isinstance(layer, StateLayer):
+            yield from filter(None, (layer.conv_dtype, layer.state_dtype))
+
+
 def _wrong_sizes(case: Case) -> Iterator[str]:
     groups = len(case.groups)
     if wrong := [
@@ -181,6 +203,9 @@ def _wrong_sizes(case: Case) -> Iterator[str]:
     ]:
         yield from wrong
         return
+    for group in case.groups:
+        if len({is_state(layer) for layer in case.in_group(group)}) > 1:
+            yield f"group {group} has layers with and without a token axis; give states a group of their own"
     for name, side in case.sides.items():
         yield from (f"{name}: {why}" for why in (*_wrong_blocks(case, side), *_too_large(case, side)))
 
@@ -188,7 +213,7 @@ def _wrong_sizes(case: Case) -> Iterator[str]:
 def _wrong_blocks(case: Case, side: Side) -> Iterator[str]:
     for group in case.groups:
         block, kernel = side.block_size_of(group), side.kernel_block_size_of(group)
-        if block % kernel:
+        if block % kernel and not case.is_state(group):
             yield f"kernel_block_size {kernel} does not divide block_size {block} of group {group}"
 
 
@@ -196,21 +221,27 @@ def _too_large(case: Case, side: Side) -> Iterator[str]:
     if side.tp * side.pp > MAX_RANKS:
         yield f"tp {side.tp} x pp {side.pp} is more than {MAX_RANKS} ranks"
     for layer in case.layers:
-        tokens = side.block_size_of(layer.group)
-        if layer.kv_heads * tokens > MAX_PAGE_PLACES:
-            yield f"a page of {layer.kv_heads} heads x {tokens} tokens holds more than {MAX_PAGE_PLACES} places"
+        if isinstance(layer, StateLayer):
+            values, _ = state_sizes(layer, case.dtype)
+            if values > MAX_STATE_VALUES:
+                yield f"a state of {values} values is longer than {MAX_STATE_VALUES}"
+        elif layer.units * side.block_size_of(layer.group) > MAX_PAGE_PLACES:
+            page = f"{layer.units} heads x {side.block_size_of(layer.group)} tokens"
+            yield f"a page of {page} holds more than {MAX_PAGE_PLACES} places"
     if _cache_bytes(case, side) > MAX_CACHE_BYTES:
         yield f"the cache of one rank is longer than {MAX_CACHE_BYTES} bytes"
 
 
 def _cache_bytes(case: Case, side: Side) -> int:
     """An upper bound: all heads on one rank, all pages padded."""
-    item = DTYPE_BYTES.get(case.dtype, 1)
-    pages = [
-        max(layer.kv_heads * side.block_size_of(layer.group) * 2 * layer.head_size * item, side.page_size_padded or 0)
-        for layer in case.layers
-    ]
+    pages = [max(_page_bytes(case, side, layer), side.page_size_of(layer.group) or 0) for layer in case.layers]
     return sum(pages) * side.num_blocks
+
+
+def _page_bytes(case: Case, side: Side, layer: Layer) -> int:
+    if isinstance(layer, StateLayer):
+        return state_sizes(layer, case.dtype)[1]
+    return layer.token_bytes(case.dtype) * side.block_size_of(layer.group)
 
 
 def _wrong_request(case: Case) -> Iterator[str]:
@@ -228,11 +259,20 @@ def _wrong_request(case: Case) -> Iterator[str]:
             yield f"request: {name} has {len(lists)} lists, there are {len(case.groups)} groups"
             continue
         for group, blocks in enumerate(lists):
-            needed = pages_needed(case, side, group) - skip // side.block_size_of(group)
+            needed = max(case.pages_read(side, group).stop - skip // side.block_size_of(group), 0)
             yield from (f"request: {name}[{group}] {why}" for why in _wrong_list(side, group, blocks, needed))
-    for group, blocks in enumerate(request.consumer_blocks):
-        if repeated := [block for block, count in Counter(blocks).items() if count > 1]:
+    for group, blocks in enumerate(request.consumer_blocks[: len(case.groups)]):
+        if repeated := [block for block, count in Counter(_written(case, group, blocks)).items() if count > 1]:
             yield f"request: consumer_blocks[{group}] holds block {repeated[0]} twice; each page needs its own"
+
+
+def _written(case: Case, group: int, blocks: Sequence[int]) -> Sequence[int]:
+    """Blocks that must differ: all, but for place-holders of pages that a state or a window leaves unread."""
+    if case.request is None or case.kind_of(group) not in {STATE, "sliding_window"}:
+        return blocks
+    skipped = case.request.skip_tokens // case.consumer.block_size_of(group)
+    pages = case.pages_read(case.consumer, group)
+    return blocks[max(pages.start - skipped, 0) : max(pages.stop - skipped, 0)]
 
 
 def _wrong_list(side: Side, group: int, blocks: Sequence[int], needed: int) -> Iterator[str]:
@@ -240,11 +280,3 @@ def _wrong_list(side: Side, group: int, blocks: Sequence[int], needed: int) -> I
         yield f"holds block {outside[0]}, num_blocks is {side.num_blocks}"
     if len(blocks) < needed:
         yield f"holds {len(blocks)} blocks, the range needs {needed} of {side.block_size_of(group)} tokens"
-
-
-def pages_needed(case: Case, side: Side, group: int) -> int:
-    """Pages from the request's first to the last one that the range touches; 0 where it touches none."""
-    request = case.request
-    if request is None or request.skip_tokens == request.tokens or all(layer.group != group for layer in case.layers):
-        return 0
-    return -(-request.tokens // side.block_size_of(group))

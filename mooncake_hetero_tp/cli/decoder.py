@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from mooncake_hetero_tp.cli.case import DTYPE_BYTES, MAX_PAGE_PLACES
+from mooncake_hetero_tp.cli.limits import DTYPE_BYTES, MAX_PAGE_PLACES
 from mooncake_hetero_tp.cli.memory import stage_layers
 from mooncake_hetero_tp.cli.pages import Page, Part, needs_dense_head, page_of
 from mooncake_hetero_tp.cli.wish import Wish

@@ -2,8 +2,9 @@
 
 Attention layers of one rank that share one shape lie in one dense array `[L, B, H_local, N, C]` in the
 layout's physical order; L counts those layers in list order, C is K then V of one head and token. Layers of
-another shape (other heads, head size or page size, in whatever group) lie in an array of their own. Offsets
-count from the start of the layer's array.
+another shape (other heads, head size or page size, in whatever group) and of another kind lie in an array of their
+own. A state's slot is a page of one head and one token, its components back to back. Offsets count from the start of
+the layer's array (`attention`) or from the component's place in its block (all other kinds).
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from mooncake_hetero_tp.cli.case import AttentionLayer, Case, Side, SideName
+from mooncake_hetero_tp.cli.case import Case, Side
+from mooncake_hetero_tp.cli.layers import AttentionLayer, Layer, StateLayer, TokenLayer
+from mooncake_hetero_tp.cli.limits import DTYPE_BYTES, SideName
 from mooncake_hetero_tp.core.layout import KVLayout
-from mooncake_hetero_tp.core.regions import Axis, Buffer, Group, RankTable, Region, attention_spans
+from mooncake_hetero_tp.core.regions import Axis, Buffer, Group, RankTable, Region, attention_spans, whole_span
+from mooncake_hetero_tp.core.state_tensors import place
 from mooncake_hetero_tp.errors import ConfigError
 from mooncake_hetero_tp.types import Mismatch, Rank, Severity
 
-COMPONENT = "kv"
 ENCODING = "dense"
+STATE_ENCODINGS = {"URC": "state", "UCR": "conv.ds", "RUC": "conv.sd"}
+"""By the order of a state tensor's axes."""
 _GAP = 1 << 12
 """Between two arrays, so that nothing is ever merged from one into the next."""
 
@@ -83,47 +88,70 @@ def refusals(case: Case) -> list[Mismatch]:
 
 # --- one rank --------------------------------------------------------------------------------------------------------
 
-Shape = tuple[int, int, int, int]
-"""Pages, heads, tokens of a page, values of one head and token."""
+
+class Shape(msgspec.Struct, frozen=True):
+    """What layers of one array have in common: pages, heads, tokens of a page, values of one head and token."""
+
+    kind: str
+    pages: int
+    heads: int
+    tokens: int
+    values: int
+    item_bytes: int
+    page_bytes: int | None
+    """What each page is padded to."""
 
 
-def _rank_memory(case: Case, side: Side, layers: Sequence[AttentionLayer], tp_rank: int) -> RankMemory:
-    alike: dict[Shape, list[AttentionLayer]] = {}
+def _rank_memory(case: Case, side: Side, layers: Sequence[Layer], tp_rank: int) -> RankMemory:
+    alike: dict[Shape, list[Layer]] = {}
     for layer in layers:
-        alike.setdefault(_shape(side, layer), []).append(layer)
+        alike.setdefault(_shape(case, side, layer), []).append(layer)
     arrays: list[Array] = []
-    regions: dict[str, Region] = {}
+    regions: dict[str, list[Region]] = {}
     address = _GAP
     for shape, members in alike.items():
-        array = _array(case, side, shape, members, address)
+        array = _array(side, shape, members, address)
         arrays.append(array)
-        regions.update(_regions(case, side, array, members, tp_rank))
+        for number, layer in enumerate(members):
+            regions[layer.name] = [*_regions(case, side, array, (number, layer), tp_rank)]
         address = -(-(address + array.length_bytes) // _GAP) * _GAP + _GAP
     table = RankTable(
         tp_size=side.tp,
         pp_size=side.pp,
         layout=side.layout,
         model={},
-        groups=tuple(
-            Group(group, "attention", side.block_size_of(group), side.kernel_block_size_of(group))
-            for group in case.groups
-        ),
-        regions=tuple(regions[layer.name] for layer in layers),
+        groups=tuple(_group(case, side, group) for group in case.groups),
+        regions=tuple(region for layer in layers for region in regions[layer.name]),
         buffers=tuple(Buffer(array.address, array.length_bytes) for array in arrays),
     )
     return RankMemory(tuple(arrays), table)
 
 
-def _shape(side: Side, layer: AttentionLayer) -> Shape:
+def _group(case: Case, side: Side, group: int) -> Group:
+    block = side.block_size_of(group)
+    kernel = block if case.is_state(group) else side.kernel_block_size_of(group)
+    return Group(group, case.kind_of(group), block, kernel)
+
+
+def _shape(case: Case, side: Side, layer: Layer) -> Shape:
+    padded = side.page_size_of(layer.group)
+    if isinstance(layer, StateLayer):
+        parts = place(layer.tensors(side.conv_layout, case.dtype), side.tp, 0)
+        live = sum(part.unit.count * part.row.count * part.channel.count * part.item_bytes for part in parts)
+        return Shape(layer.kind, side.num_blocks, 1, 1, live, 1, padded)
     block, kernel = side.block_size_of(layer.group), side.kernel_block_size_of(layer.group)
-    heads = sum(span.count for span in attention_spans(layer.kv_heads, side.tp, 0))
-    return side.num_blocks * (block // kernel), heads, kernel, 2 * layer.head_size
+    pages = side.num_blocks * (block // kernel)
+    if isinstance(layer, AttentionLayer):
+        heads = sum(span.count for span in attention_spans(layer.kv_heads, side.tp, 0))
+        return Shape(layer.kind, pages, heads, kernel, 2 * layer.head_size, case.item_bytes, padded)
+    return Shape(layer.kind, pages, 1, kernel, layer.bytes_per_token, 1, padded)
 
 
-def _array(case: Case, side: Side, shape: Shape, members: Sequence[AttentionLayer], address: int) -> Array:
+def _array(side: Side, shape: Shape, members: Sequence[Layer], address: int) -> Array:
     layout = KVLayout.from_name(side.layout)
-    counts = dict(zip("LBHNC", (len(members), *shape), strict=True))
-    strides = layout.strides(counts, case.item_bytes, side.page_size_padded)
+    sizes = (len(members), shape.pages, shape.heads, shape.tokens, shape.values)
+    counts = dict(zip("LBHNC", sizes, strict=True))
+    strides = layout.strides(counts, shape.item_bytes, shape.page_bytes)
     outermost = layout.order[0]
     return Array(
         layers=tuple(layer.name for layer in members),
@@ -134,27 +162,55 @@ def _array(case: Case, side: Side, shape: Shape, members: Sequence[AttentionLaye
     )
 
 
-def _regions(
-    case: Case, side: Side, array: Array, members: Sequence[AttentionLayer], tp_rank: int
-) -> Iterator[tuple[str, Region]]:
-    for place, layer in enumerate(members):
-        yield (
-            layer.name,
-            Region(
-                layer=layer.name,
-                component=COMPONENT,
-                group=layer.group,
-                base=array.address + place * array.strides["L"],
-                block_stride=array.strides["B"],
-                num_blocks=array.shape["B"],
-                spans=attention_spans(layer.kv_heads, side.tp, tp_rank),
-                unit=Axis(array.shape["H"], array.strides["H"]),
-                token=Axis(array.shape["N"], array.strides["N"]),
-                channel=Axis(array.shape["C"], array.strides["C"]),
-                item_bytes=case.item_bytes,
-                dtype=case.dtype,
-                encoding=ENCODING,
-            ),
+def _regions(case: Case, side: Side, array: Array, member: tuple[int, Layer], tp_rank: int) -> Iterator[Region]:
+    number, layer = member
+    base = array.address + number * array.strides["L"]
+    if isinstance(layer, StateLayer):
+        yield from _state_regions(case, side, array, (base, layer), tp_rank)
+    else:
+        yield _token_region(case, side, array, (base, layer), tp_rank)
+
+
+def _token_region(case: Case, side: Side, array: Array, member: tuple[int, TokenLayer], tp_rank: int) -> Region:
+    base, layer = member
+    heads = isinstance(layer, AttentionLayer)
+    dtype = case.dtype if heads else "uint8"
+    return Region(
+        layer=layer.name,
+        component=layer.component,
+        group=layer.group,
+        base=base,
+        block_stride=array.strides["B"],
+        num_blocks=array.shape["B"],
+        spans=attention_spans(layer.units, side.tp, tp_rank) if heads else whole_span(1),
+        unit=Axis(array.shape["H"], array.strides["H"]),
+        token=Axis(array.shape["N"], array.strides["N"]),
+        channel=Axis(array.shape["C"], array.strides["C"]),
+        item_bytes=DTYPE_BYTES[dtype],
+        dtype=dtype,
+        encoding=ENCODING,
+    )
+
+
+def _state_regions(
+    case: Case, side: Side, array: Array, member: tuple[int, StateLayer], tp_rank: int
+) -> Iterator[Region]:
+    base, layer = member
+    for part in place(layer.tensors(side.conv_layout, case.dtype), side.tp, tp_rank):
+        yield Region(
+            layer=layer.name,
+            component=part.component,
+            group=layer.group,
+            base=base + part.offset,
+            block_stride=array.strides["B"],
+            num_blocks=array.shape["B"],
+            spans=part.spans,
+            unit=part.unit,
+            token=part.row,
+            channel=part.channel,
+            item_bytes=part.item_bytes,
+            dtype=part.dtype,
+            encoding=STATE_ENCODINGS[part.order],
         )
 
 
@@ -163,8 +219,8 @@ def _regions(
 
 def _layout_refusals(case: Case) -> Iterator[Mismatch]:
     layouts = {name: KVLayout.from_name(side.layout) for name, side in case.sides.items()}
-    padded = {name: side.page_size_padded is not None for name, side in case.sides.items()}
-    split = {name: _is_split(case, side) for name, side in case.sides.items()}
+    padded = {name: _padded_groups(case, side) for name, side in case.sides.items()}
+    split = {name: _split_groups(case, side) for name, side in case.sides.items()}
     if not all(layout.is_content_innermost for layout in layouts.values()):
         yield _mismatch(
             "layout",
@@ -179,7 +235,7 @@ def _layout_refusals(case: Case) -> Iterator[Mismatch]:
             "only a page that is one run can be padded",
             "use LBHNC, LBNHC, BLHNC or BLNHC, or no padding",
         )
-    if any(split[name] and (padded[name] or not layouts[name].is_page_splittable) for name in layouts):
+    if any(split[name] & padded[name] or (split[name] and not layouts[name].is_page_splittable) for name in layouts):
         yield _mismatch(
             "kernel_block_size",
             {name: _kernel_blocks(case, side) for name, side in case.sides.items()},
@@ -192,24 +248,30 @@ def _head_refusals(case: Case) -> Iterator[Mismatch]:
     for layer in case.layers:
         told: Mapping[str, str] = {name: f"TP{side.tp}" for name, side in case.sides.items()}
         for side in case.sides.values():
-            try:
-                attention_spans(layer.kv_heads, side.tp, 0)
-            except ConfigError as error:
-                yield _mismatch(
-                    "tp",
-                    told,
-                    str(error),
-                    "choose a tensor_parallel_size that divides the KV heads or is a multiple of them",
-                    layer.name,
-                )
+            for count, what in layer.shared:
+                try:
+                    attention_spans(count, side.tp, 0, what=what)
+                except ConfigError as error:
+                    yield _mismatch(
+                        "tp",
+                        told,
+                        str(error),
+                        f"choose a tensor_parallel_size that divides the {what} or is a multiple of them",
+                        layer.name,
+                    )
 
 
 def _mismatch(field: str, values: Mapping[str, str], effect: str, remedy: str, layer: str | None = None) -> Mismatch:
     return Mismatch(field, values["producer"], values["consumer"], Severity.REFUSE, effect, remedy, layer)
 
 
-def _is_split(case: Case, side: Side) -> bool:
-    return any(side.kernel_block_size_of(group) < side.block_size_of(group) for group in case.groups)
+def _padded_groups(case: Case, side: Side) -> set[int]:
+    return {group for group in case.groups if side.page_size_of(group) is not None}
+
+
+def _split_groups(case: Case, side: Side) -> set[int]:
+    tokens = [group for group in case.groups if not case.is_state(group)]
+    return {group for group in tokens if side.kernel_block_size_of(group) < side.block_size_of(group)}
 
 
 def _kernel_blocks(case: Case, side: Side) -> str:

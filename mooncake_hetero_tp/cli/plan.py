@@ -41,9 +41,12 @@ def plan(
     """Explain offline what a pull between two engines would do.
 
     A case is {"producer": {"tp", "pp", "layout", "block_size", "num_blocks", "kernel_block_size"?,
-    "page_size_padded"?}, "consumer": {the same}, "dtype", "layers": [{"name", "kind": "attention", "kv_heads",
-    "head_size", "group"?}], "request"?: {"tokens", "skip_tokens", "producer_blocks", "consumer_blocks"}}.
+    "page_size_padded"?}, "consumer": {the same}, "dtype", "layers": [{"name", "kind", "group"?, ...}], "request"?: {"tokens", "skip_tokens", "producer_blocks", "consumer_blocks"}}.
     Without a request the answer predicts counts.
+
+    By kind a layer also has: attention: kv_heads, head_size; sliding_window: these and window; mla, replicated:
+    bytes_per_token; gdn: key_heads, value_heads, key_head_size, value_head_size, conv_kernel; mamba2: heads, groups,
+    head_size, state_size, conv_kernel. The last two may have conv_layout (DS, SD), conv_dtype and state_dtype.
 
     Exit status: 0 all ok, 2 a case is refused, 1 a case is invalid or wrong usage.
     """

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from mooncake_hetero_tp.cli.case import DTYPE_BYTES, MAX_PAGE_PLACES, MAX_RANKS
+from mooncake_hetero_tp.cli.limits import DTYPE_BYTES, MAX_PAGE_PLACES, MAX_RANKS
 from mooncake_hetero_tp.core.layout import KVLayout
 from mooncake_hetero_tp.errors import ConfigError
 

@@ -39,7 +39,9 @@ from tests.plan_cases import ask, changed, layers, random_case, side
         ("layers", [], ["layers"]),
         ("layers", {}, ["layers"]),
         ("layers.0", "attention", ["layers[0]"]),
-        ("layers.0.kind", "gdn", ["layers[0].kind", "'gdn'", "attention"]),
+        ("layers.0.kind", "rwkv", ["layers[0].kind", "'rwkv'", "attention", "gdn", "mamba2"]),
+        ("layers.0.kind", "gdn", ["layers[0]", "kv_heads"]),
+        ("consumer.page_size_padded", [131072, None], ["producer_blocks", "1 lists", "2 groups"]),
         ("layers.0.kind", ["attention"], ["layers[0].kind"]),
         ("layers.0.kind", ..., ["layers[0].kind", "attention"]),
         ("layers.0.name", "", ["layers[0]", "name"]),
@@ -101,3 +103,35 @@ def test_no_case_raises() -> None:
         assert found.why
         seen.add(found.status)
     assert seen == {"ok", "refused", "invalid"}
+
+
+STATE = {
+    "name": "state", "kind": "gdn", "key_heads": 2, "value_heads": 4, "key_head_size": 8, "value_head_size": 8,
+    "conv_kernel": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"group": 0}, ["group 0", "with and without a token axis"]),
+        ({"group": 1, "conv_kernel": 1}, ["conv_kernel", ">= 2"]),
+        ({"group": 1, "state_dtype": "int4"}, ["int4", "bfloat16"]),
+        ({"group": 1, "conv_layout": "XY"}, ["conv_layout", "XY"]),
+        ({"group": 1, "value_heads": 1 << 20}, ["state of", "values"]),
+    ],
+)
+def test_states_that_make_no_sense_are_invalid(change: dict[str, object], words: list[str]) -> None:
+    found = ask(changed("layers.0", STATE | change) | {"layers": [*layers(1), STATE | change]} | {"request": None})
+    assert found["status"] == "invalid"
+    for word in words:
+        assert word in found["why"]
+
+
+def test_placeholders_before_a_state_may_repeat() -> None:
+    """VLLM fills what a state's group no longer needs with one null block."""
+    case = changed("layers", [STATE])
+    case["request"] |= {"tokens": 160, "producer_blocks": [[0] * 9 + [7]], "consumer_blocks": [[0, 0, 3]]}
+    assert ask(case)["status"] == "ok"
+    case["layers"] = layers(1)
+    assert "block 0 twice" in ask(case)["why"]
