@@ -85,6 +85,8 @@ class Answer(msgspec.Struct, kw_only=True):
     geometry: Geometry | msgspec.UnsetType = msgspec.UNSET
     predicted: Prediction | msgspec.UnsetType = msgspec.UNSET
     rates: Rates | msgspec.UnsetType = msgspec.UNSET
+    assumptions: list[str] | msgspec.UnsetType = msgspec.UNSET
+    """What a case that was made from a model takes for granted."""
 
 
 def answer(given: object, terms: Terms) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,18 +12,30 @@ import typer
 
 from mooncake_hetero_tp.cli.answer import Answer, answer
 from mooncake_hetero_tp.cli.costs import DEFAULT_SLOT_MIB, Terms
+from mooncake_hetero_tp.cli.model_case import model_case
 from mooncake_hetero_tp.cli.outcome import Outcome
 from mooncake_hetero_tp.cli.report import show
+from mooncake_hetero_tp.cli.wish import read_wish
 from mooncake_hetero_tp.core.cost import Mode, Rates
+from mooncake_hetero_tp.errors import ConfigError
 
 EXIT_STATUS = {"ok": 0, "refused": 2, "invalid": 1}
 STDIN = Path("-")
+_KNOWN = "tp, pp, block_size, kernel_block_size, layout, dtype, as in tp=2,block_size=64."
 _RATES = ", ".join(Rates.__struct_fields__)
 
 
 def plan(
     context: typer.Context,
-    case: Annotated[Path, typer.Argument(metavar="CASE.json", help="One case or a list of cases; - reads stdin.")],
+    case: Annotated[
+        Path | None, typer.Argument(metavar="[CASE.json]", help="One case or a list of cases; - reads stdin.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="In place of a case: a directory with a Hugging Face config.json."),
+    ] = None,
+    prefill: Annotated[str, typer.Option(metavar="SETTINGS", help="With --model: the prefill engine's " + _KNOWN)] = "",
+    decode: Annotated[str, typer.Option(metavar="SETTINGS", help="With --model: the decode engine's " + _KNOWN)] = "",
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Answer in JSON: one object for one case, a list of them for a list."),
@@ -42,7 +55,8 @@ def plan(
 
     A case is {"producer": {"tp", "pp", "layout", "block_size", "num_blocks", "kernel_block_size"?,
     "page_size_padded"?}, "consumer": {the same}, "dtype", "layers": [{"name", "kind", "group"?, ...}], "request"?: {"tokens", "skip_tokens", "producer_blocks", "consumer_blocks"}}.
-    Without a request the answer predicts counts.
+    Without a request the answer predicts counts. --model makes a case from a model's config.json and two engines'
+    settings; what is not named there is set as vLLM does, which the answer tells.
 
     By kind a layer also has: attention: kv_heads, head_size; sliding_window: these and window; mla, replicated:
     bytes_per_token; gdn: key_heads, value_heads, key_head_size, value_head_size, conv_kernel; mamba2: heads, groups,
@@ -51,13 +65,31 @@ def plan(
     Exit status: 0 all ok, 2 a case is refused, 1 a case is invalid or wrong usage.
     """
     terms = Terms(Rates() if rates_file is None else _read_rates(rates_file), mode, slot_mib)
-    given = _read_json(case)
-    answers = [answer(one, terms) for one in (given if isinstance(given, list) else [given])]
+    if (case is None) == (model is None):
+        raise typer.BadParameter("give either CASE.json or --model DIR")
+    if model is None and (prefill or decode):
+        raise typer.BadParameter("--prefill and --decode go with --model; a case names its own settings")
+    given = _read_json(case) if case is not None else None
+    if model is not None:
+        answers = [_model_answer(model, {"prefill": prefill, "decode": decode}, terms)]
+    else:
+        answers = [answer(one, terms) for one in (given if isinstance(given, list) else [given])]
     if as_json:
         _print_json(answers if isinstance(given, list) else answers[0])
     else:
         show(answers)
     context.ensure_object(Outcome).status = _exit_status(answers)
+
+
+def _model_answer(directory: Path, settings: Mapping[str, str], terms: Terms) -> Answer:
+    try:
+        sides = {name: read_wish(text, f"--{name}") for name, text in settings.items()}
+        made = model_case(directory, sides)
+    except ConfigError as error:
+        return Answer(status="invalid", why=str(error))
+    found = answer(made.case, terms)
+    found.assumptions = made.assumptions
+    return found
 
 
 def _exit_status(answers: list[Answer]) -> int:

@@ -39,6 +39,8 @@ def _parts(answer: Answer) -> Iterator[RenderableType]:
         yield _pulls(f"predicted for {answer.predicted.tokens} tokens in scattered blocks", answer.predicted.pulls)
     if answer.status != "refused":
         yield Text(answer.why)
+    if isinstance(answer.assumptions, list):
+        yield from (Text(f"assumed: {told}", style="dim") for told in answer.assumptions)
 
 
 def _table(title: str, *columns: str) -> Table:
