@@ -27,6 +27,9 @@ from mooncake_hetero_tp.core.state_tensors import (
 from mooncake_hetero_tp.types import Rank, TokenRange
 from tests.oracle_memory import Arena, Bytes, Ints, RankMemory, oracle
 
+DRAFT = "draft.0.attn"
+"""A layer of a draft model, which one side may lack."""
+
 Column: TypeAlias = tuple[str, int, int]
 """(component, global unit, channel) of one place in a tensor's cut axis."""
 
@@ -305,7 +308,14 @@ def build_hybrid(side: HybridSide, rank: Rank, arena: Arena, unfilled: frozenset
     ends = [*starts[1:], size]
     buffers = [Buffer(address + start, end - start) for start, end in zip(starts, ends, strict=True) if end > start]
     table = RankTable(
-        side.tp, len(side.stages), "LBHNC", {}, tuple(groups), tuple(regions), tuple(buffers or [Buffer(address, 1)])
+        side.tp,
+        len(side.stages),
+        "LBHNC",
+        {},
+        tuple(groups),
+        tuple(regions),
+        tuple(buffers or [Buffer(address, 1)]),
+        draft_layers=tuple({region.layer for region in regions if region.layer == DRAFT}),
     )
     return HybridMemory(rank, table, address, memory, placed, unfilled)
 

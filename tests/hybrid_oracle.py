@@ -10,6 +10,7 @@ import numpy as np
 
 from mooncake_hetero_tp.types import Rank, TokenRange
 from tests.hybrid_memory import (
+    DRAFT,
     GroupSpec,
     HybridLayer,
     HybridMemory,
@@ -21,7 +22,6 @@ from tests.hybrid_memory import (
 from tests.oracle import BLOCKS, TP_SIZES, Pull, allowed
 from tests.oracle_memory import Arena, Ints
 
-DRAFT = "draft.0.attn"
 ORDERS = ("HNC", "NHC", "HCN")
 
 
@@ -38,10 +38,6 @@ class HybridCase:
     def ranges(self) -> list[TokenRange]:
         """Per group of the consumer's table: the whole range, or the window's end of it."""
         return [self.consumer.groups[number].clip(self.tokens) for number in self.consumer.order]
-
-    @property
-    def optional(self) -> frozenset[str]:
-        return frozenset({DRAFT})
 
     @property
     def one_sided(self) -> frozenset[str]:

@@ -48,10 +48,6 @@ class Case:
     def ranges(self) -> list[TokenRange]:
         return [self.tokens] * 2
 
-    @property
-    def optional(self) -> frozenset[str]:
-        return frozenset()
-
 
 class HandOver(Protocol):
     """What a pull must know of its case."""
@@ -59,10 +55,6 @@ class HandOver(Protocol):
     @property
     def ranges(self) -> list[TokenRange]:
         """What the consumer's groups want."""
-
-    @property
-    def optional(self) -> frozenset[str]:
-        """Layers that may stay unread."""
 
 
 # --- moving bytes and comparing ------------------------------------------------------------------
@@ -122,9 +114,8 @@ class Pull:
         tables = {rank: memory.table for rank, memory in self.producers.items()}
         for table in (self.consumer.table, *tables.values()):
             validate_table(table)
-        optional = self.case.optional
-        plans = plan_pulls(self.consumer.table, tables, prefer=self.consumer.rank.tp, optional=optional)
-        prove(self.consumer.table, plans, optional=optional)
+        plans = plan_pulls(self.consumer.table, tables, prefer=self.consumer.rank.tp)
+        prove(self.consumer.table, plans)
         return plans
 
     def run(self, plans: dict[Rank, PairPlan], read: Reader, tally: Tally) -> None:

@@ -194,6 +194,7 @@ def _check_table(what: str, table: RankTable) -> None:
         ("regions", len(table.regions), MAX_REGIONS),
         ("buffers", len(table.buffers), MAX_BUFFERS),
         ("model fields", len(table.model), MAX_FIELDS),
+        ("draft layers", len(table.draft_layers), MAX_REGIONS),
     )
     for name, count, limit in counts:
         if count > limit:

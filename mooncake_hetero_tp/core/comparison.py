@@ -126,8 +126,14 @@ GROUP_RULES: tuple[Rule[Group], ...] = (
 )
 ENCODING = Words("encoding", Severity.NOTE, "both are known and converted on the way", _NOTHING)
 LAYOUT = Words("layout", Severity.NOTE, "converted on the way", _NOTHING)
-NOT_LOADED = Words("layers", Severity.NOTE, "not loaded", _NOTHING)
+DRAFT_NOT_LOADED = Words(
+    "draft layers",
+    Severity.NOTE,
+    "not loaded; answers stay right",
+    "give both engines the same draft model for as many accepted drafts as one engine has",
+)
 NOBODY_FILLS = Words("layers", Severity.REFUSE, "the consumer would decode from a cache that nobody fills", _SAME_DRAFT)
+NOBODY_READS = Words("layers", Severity.REFUSE, "the consumer computes with another set of layers", _SAME_DRAFT)
 COMPONENTS = Words("components", Severity.REFUSE, "a part of this layer's cache would stay empty", _SAME_MODEL)
 OCCURRENCES = Words(
     "occurrences",
@@ -190,10 +196,12 @@ def _missing_layers(producer: RankTable, consumer: RankTable) -> Iterator[Mismat
     ours, theirs = _components(producer), _components(consumer)
     if producer.pp_size == 1:
         for layer in (layer for layer in theirs if layer not in ours):
-            yield NOBODY_FILLS.mismatch(ABSENT, _names(theirs[layer]), layer)
+            words = DRAFT_NOT_LOADED if layer in consumer.draft_layers else NOBODY_FILLS
+            yield words.mismatch(ABSENT, _names(theirs[layer]), layer)
     if consumer.pp_size == 1:
         for layer in (layer for layer in ours if layer not in theirs):
-            yield NOT_LOADED.mismatch(_names(ours[layer]), ABSENT, layer)
+            words = DRAFT_NOT_LOADED if layer in producer.draft_layers else NOBODY_READS
+            yield words.mismatch(_names(ours[layer]), ABSENT, layer)
 
 
 def _compare_regions(pair: RegionPair, producer: RankTable, consumer: RankTable) -> Iterator[Mismatch]:

@@ -8,13 +8,14 @@ The chain is `plan_pulls` (here: pairing by name, refusals; `core/cover.py`: whi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mooncake_hetero_tp.core.copies import Loop, StridedCopy
 from mooncake_hetero_tp.core.cover import Key, Lack, cover_units
+from mooncake_hetero_tp.core.engine_tables import check_same_engine
 from mooncake_hetero_tp.core.pairing import PairPlan, RegionPair, make_pair_plan
 from mooncake_hetero_tp.core.proof import prove
-from mooncake_hetero_tp.core.regions import RankTable, Region, page_extent
+from mooncake_hetero_tp.core.regions import RankTable, Region, page_extent, unserved_drafts
 from mooncake_hetero_tp.core.runs import RunTable, cut_runs
 from mooncake_hetero_tp.errors import IncompatiblePeer, PeerProtocolError
 from mooncake_hetero_tp.types import Mismatch, Rank, Severity
@@ -38,23 +39,23 @@ def plan_pulls(
     producers: Mapping[Rank, RankTable],
     *,
     prefer: int = 0,
-    optional: Collection[str] = (),
 ) -> dict[Rank, PairPlan]:
     """What this consumer rank reads from each producer rank; ranks that are not needed are absent.
 
     Every (layer, component, global unit) the consumer holds comes from exactly one rank. Few ranks
     are chosen, but ranks that hold the same share its layers where that is worth it; `prefer` (say, the
     consumer's TP rank) tells which (`core/cover.py`). Layers only the producer has are skipped; layers
-    only the consumer has are refused unless `optional` names them.
+    only the consumer has are refused unless they are a draft model's (vllm#49230).
 
     Raises:
         IncompatiblePeer: with every reason at once: something is not covered, types differ, or an
             opaque encoding would have to be cut.
-        PeerProtocolError: a table names one (layer, component) twice.
+        PeerProtocolError: a table names one (layer, component) twice, or the producer ranks are not of one engine.
     """
-    wanted = {key: region for key, region in _by_key(consumer, "consumer").items() if key[0] not in optional}
+    check_same_engine(producers)
     held = {rank: _by_key(table, f"producer rank {rank}") for rank, table in sorted(producers.items())}
-    wanted |= _held_optional(consumer, held, optional)
+    unserved = unserved_drafts(consumer, producers.values())
+    wanted = {key: region for key, region in _by_key(consumer, "consumer").items() if key[0] not in unserved}
     refused = list(_unlike(consumer, producers, wanted, held))
     cover = cover_units(consumer, wanted, held, prefer)
     pairs = {
@@ -116,14 +117,6 @@ def _by_key(table: RankTable, whose: str) -> dict[Key, Region]:
             )
         found[key] = region
     return found
-
-
-def _held_optional(
-    consumer: RankTable, held: Mapping[Rank, Mapping[Key, Region]], optional: Collection[str]
-) -> dict[Key, Region]:
-    """Regions of optional layers that some producer rank does hold: they are loaded like others."""
-    layers = {key[0] for regions in held.values() for key in regions} & set(optional)
-    return {(r.layer, r.component): r for r in consumer.regions if r.layer in layers}
 
 
 def _unlike(
@@ -212,7 +205,7 @@ _REMEDIES = {
     "kernel block size": "set the same --block-size on both sides or use a backend with a known encoding",
     "strides": "use the same attention backend and KV layout on both sides",
     "units of an opaque page": "use equal TP sizes or a backend with a known encoding",
-    "layer set": "serve the same model on both sides, or name the layer as optional",
+    "layer set": "serve the same model on both sides",
     "units": "start every producer rank, and serve the same model on both sides",
 }
 

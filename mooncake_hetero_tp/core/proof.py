@@ -11,22 +11,20 @@ requests.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from mooncake_hetero_tp.core.copies import ByteMap, canonical
 from mooncake_hetero_tp.core.pairing import CopyClass, PairPlan, RegionPair, pair_elements
-from mooncake_hetero_tp.core.regions import Buffer, RankTable, Region, extent
+from mooncake_hetero_tp.core.regions import Buffer, RankTable, Region, extent, unserved_drafts
 from mooncake_hetero_tp.core.tables import validate_table
 from mooncake_hetero_tp.errors import PeerProtocolError, PlanError
 from mooncake_hetero_tp.types import Rank
 
 
-def prove(consumer: RankTable, plans: Mapping[Rank, PairPlan], *, optional: Collection[str] = ()) -> None:
-    """Proves that the plans together fill the consumer rank's regions exactly.
-
-    `optional` names layers that may stay unread (see `plan_pulls`).
+def prove(consumer: RankTable, plans: Mapping[Rank, PairPlan]) -> None:
+    """Proves that the plans together fill the consumer rank's regions exactly; only a draft layer may stay unread.
 
     Raises:
         PlanError: a unit that nobody or two read, a copy that is not exactly the elements of its
@@ -36,7 +34,7 @@ def prove(consumer: RankTable, plans: Mapping[Rank, PairPlan], *, optional: Coll
         validate_table(consumer)
     except PeerProtocolError as error:
         raise PlanError(f"the consumer's own table: {error}") from error
-    _prove_units(consumer, plans, optional)
+    _prove_units(consumer, plans)
     for rank, plan in plans.items():
         for pair in plan.pairs:
             _prove_inside(pair.consumer, plan.consumer.buffers, "the consumer")
@@ -46,14 +44,15 @@ def prove(consumer: RankTable, plans: Mapping[Rank, PairPlan], *, optional: Coll
         _prove_classes_hold(plan, rank)
 
 
-def _prove_units(consumer: RankTable, plans: Mapping[Rank, PairPlan], optional: Collection[str]) -> None:
-    """Each local unit of each consumer region is read exactly once over all plans."""
+def _prove_units(consumer: RankTable, plans: Mapping[Rank, PairPlan]) -> None:
+    """Each local unit of each consumer region is read exactly once over all plans, or nothing of a draft layer."""
     read: dict[Region, list[tuple[int, int, Rank]]] = defaultdict(list)
     for rank, plan in plans.items():
         for pair in plan.pairs:
             read[pair.consumer].extend((cut.consumer_local, cut.count, rank) for cut in pair.cuts)
+    unread = set(unserved_drafts(consumer, (plan.producer for plan in plans.values())))
     for region in consumer.regions:
-        if region not in read and region.layer in optional:
+        if region.layer in unread:
             continue
         _prove_once(region, sorted(read.pop(region, [])))
     for region in read:

@@ -118,6 +118,9 @@ class RankTable(msgspec.Struct, frozen=True):
     """Decode context parallelism: TP ranks that take turns in holding a request's tokens."""
     pcp_size: int = 1
     """Prefill context parallelism: the same over ranks of their own."""
+    draft_layers: tuple[str, ...] = ()
+    """Layers of a draft model, which may be on one side only: they are then not loaded, and drafts start badly.
+    Any other layer that one side lacks is refused."""
 
 
 class UnitCut(msgspec.Struct, frozen=True, order=True):
@@ -170,6 +173,12 @@ def intersect(consumer: Iterable[Span], producer: Iterable[Span]) -> Iterator[Un
                     consumer_local=want.local_start + start - want.global_start,
                     producer_local=have.local_start + start - have.global_start,
                 )
+
+
+def unserved_drafts(consumer: RankTable, producers: Iterable[RankTable]) -> tuple[str, ...]:
+    """The consumer's draft layers of which no producer rank holds anything; the others are loaded like any layer."""
+    held = {region.layer for table in producers for region in table.regions}
+    return tuple(layer for layer in consumer.draft_layers if layer not in held)
 
 
 def page_extent(region: Region) -> int:

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from mooncake_hetero_tp.config import HostPort
 from mooncake_hetero_tp.core.consumer import ConsumerConfig, ConsumerMachine
@@ -24,7 +24,7 @@ from mooncake_hetero_tp.core.cost import Mode
 from mooncake_hetero_tp.core.effects import GatherId, GatherOutcome, Plan, ReadId, Resolve
 from mooncake_hetero_tp.core.plan import plan_pulls, prove
 from mooncake_hetero_tp.core.producer import ProducerConfig, ProducerMachine
-from mooncake_hetero_tp.core.regions import RankTable
+from mooncake_hetero_tp.core.regions import RankTable, unserved_drafts
 from mooncake_hetero_tp.core.shelf import Ring
 from mooncake_hetero_tp.errors import ConfigError, LocalUsageError, TransferError
 from mooncake_hetero_tp.io import bootstrap_client
@@ -82,8 +82,6 @@ class RuntimeConfig:
     """How long `close` waits for running reads and granted leases."""
     null_block: int | None = 0
     """Block id that stands for a dropped page (vLLM: 0)."""
-    optional_layers: frozenset[str] = field(default_factory=frozenset)
-    """Layers (say, of a draft model) that a producer may lack; they are then not loaded."""
     transfer_mode: Mode = Mode.AUTO
     """How to read where staging is possible."""
     staging: RingSize | None = None
@@ -232,9 +230,15 @@ class WorkerRuntime:
         return ConsumerMachine(self._identity, self._table, config, draw=self._draw, planner=self._plan)
 
     def _plan(self, consumer: RankTable, producers: Mapping[Rank, RankTable]) -> Mapping[Rank, Plan]:
-        optional = self._config.optional_layers
-        plans = plan_pulls(consumer, producers, prefer=self._identity.rank.tp, optional=optional)
-        prove(consumer, plans, optional=optional)
+        plans = plan_pulls(consumer, producers, prefer=self._identity.rank.tp)
+        prove(consumer, plans)
+        if unserved := unserved_drafts(consumer, producers.values()):
+            logger.warning(
+                "%s: the producer has no draft layers %s, so they are not loaded: answers stay right, but fewer drafts "
+                "are accepted; give both engines the same draft model",
+                self._identity,
+                ", ".join(unserved),
+            )
         return plans
 
     def _register(self) -> None:

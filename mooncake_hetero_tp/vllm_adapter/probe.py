@@ -16,7 +16,9 @@ import torch
 
 from mooncake_hetero_tp.core.regions import STATE, Buffer, Group, RankTable, Region, Span, attention_spans, whole_span
 from mooncake_hetero_tp.errors import ConfigError
+from mooncake_hetero_tp.vllm_adapter.drafts import draft_layers, total_kv_heads
 from mooncake_hetero_tp.vllm_adapter.encodings import LayerFacts, PageView, encode
+from mooncake_hetero_tp.vllm_adapter.place import Engine, module_of
 from mooncake_hetero_tp.vllm_adapter.specs import (
     is_latent,
     is_state,
@@ -31,25 +33,6 @@ logger = logging.getLogger(__name__)
 
 _LONG_NAMES = {"fp8": "fp8_e4m3"}
 """KV cache dtypes that vLLM takes under two names (`kv_cache_dtype_str_to_dtype`)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a worker stands in its engine."""
-
-    tp_size: int
-    tp_rank: int
-    pp_size: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:
-    """What the probe asks about: vLLM's configuration, the connector's KVCacheConfig and the place."""
-
-    vllm_config: Any
-    kv_cache_config: Any
-    """The one the connector was given; the model runner's copy has KV-sharing aliases added."""
-    place: Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +78,7 @@ def build_table(engine: Engine, kv_caches: Mapping[str, torch.Tensor]) -> RankTa
         buffers=tuple(merged_buffers(kv_caches[region.layer] for region in regions)),
         dcp_size=_context_size(engine, "decode_context_parallel_size"),
         pcp_size=_context_size(engine, "prefill_context_parallel_size"),
+        draft_layers=draft_layers(engine, dict.fromkeys(region.layer for region in regions)),
     )
 
 
@@ -114,42 +98,6 @@ def model_fingerprint(vllm_config: Any) -> dict[str, str]:
         "head_size": str(arch.head_size),
         "kv_cache_dtype": _cache_dtype_name(vllm_config),
     }
-
-
-def total_kv_heads(engine: Engine, name: str, spec: Any) -> int:
-    """KV heads of this layer over all TP ranks, from the model's (or the draft model's) configuration.
-
-    At TP 1 the rank holds them all, so its own count is the total whatever the configuration says.
-    """
-    if engine.place.tp_size == 1:
-        return int(spec.num_kv_heads)
-    if _is_draft(engine, name, spec):
-        return int(_draft_arch(engine, name).total_num_kv_heads)
-    arch = engine.vllm_config.model_config.model_arch_config
-    index = _layer_index(name)
-    return int((arch if index is None else arch[index]).total_num_kv_heads)
-
-
-def draft_layers(engine: Engine) -> frozenset[str]:
-    """Layers of a draft model: a peer without one may still serve the others."""
-    return frozenset(
-        name
-        for group in engine.kv_cache_config.transfer_groups
-        for name, spec in layer_specs(group)
-        if _is_draft(engine, name, spec)
-    )
-
-
-def _is_draft(engine: Engine, name: str, spec: Any) -> bool:
-    """By vLLM 0.33's own mark, or because the layer's number lies past the model's."""
-    index = _layer_index(name)
-    layers = engine.vllm_config.model_config.model_arch_config.total_num_hidden_layers
-    return bool(getattr(spec, "is_draft", False)) or (index is not None and index >= layers)
-
-
-def _layer_index(name: str) -> int | None:
-    """The first number of a dotted layer name: `model.layers.7.self_attn.attn` -> 7."""
-    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 def merged_buffers(views: Iterable[torch.Tensor]) -> list[Buffer]:
@@ -198,7 +146,7 @@ def _probe_layer(engine: Engine, index: int, spec: Any, name: str, view: torch.T
     if is_state(spec):
         state = StateLayer(
             name=name,
-            module=_module(engine, name),
+            module=module_of(engine, name),
             spec=spec,
             tp_size=engine.place.tp_size,
             tp_rank=engine.place.tp_rank,
@@ -259,7 +207,7 @@ def _page_view(name: str, view: torch.Tensor) -> PageView:
 
 
 def _layer_facts(engine: Engine, name: str, spec: Any, view: torch.Tensor) -> LayerFacts:
-    module = _module(engine, name)
+    module = module_of(engine, name)
     return LayerFacts(
         layer=name,
         backend=str(module.get_attn_backend().get_name()),
@@ -274,23 +222,6 @@ def _layer_facts(engine: Engine, name: str, spec: Any, view: torch.Tensor) -> La
         own_content=spec.state_content_bytes is not None,
         plain_values=spec.kv_quant_mode.name in ("NONE", "FP8_PER_TENSOR"),
     )
-
-
-def _module(engine: Engine, name: str) -> Any:
-    module = engine.vllm_config.compilation_config.static_forward_context.get(name)
-    if module is None:
-        raise ConfigError(f"{name}: vLLM knows no attention module of this name, so its backend is unknown")
-    return module
-
-
-def _draft_arch(engine: Engine, name: str) -> Any:
-    draft = getattr(engine.vllm_config.speculative_config, "draft_model_config", None)
-    if draft is None:
-        raise ConfigError(
-            f"{name}: the layer is not one of the model's and no draft model is configured, so the number of "
-            "its KV heads over all TP ranks is unknown"
-        )
-    return draft.model_arch_config
 
 
 def _spans(engine: Engine, facts: LayerFacts, spec: Any) -> tuple[Span, ...]:

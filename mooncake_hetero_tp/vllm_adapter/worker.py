@@ -44,7 +44,8 @@ from mooncake_hetero_tp.vllm_adapter.environment import (
 )
 from mooncake_hetero_tp.vllm_adapter.metadata import StepMetadata
 from mooncake_hetero_tp.vllm_adapter.metrics import HeteroTPStats
-from mooncake_hetero_tp.vllm_adapter.probe import Engine, Place, build_table, draft_layers
+from mooncake_hetero_tp.vllm_adapter.place import Engine, Place
+from mooncake_hetero_tp.vllm_adapter.probe import build_table
 from mooncake_hetero_tp.vllm_adapter.specs import refuse_unsupported
 from mooncake_hetero_tp.vllm_adapter.staging import Staging, staging_for
 
@@ -97,7 +98,7 @@ class WorkerSide:
             permit_amx()
         staging = staging_for(self._config, views[0].device)
         runtime = WorkerRuntime(
-            self._runtime_config(draft_layers(probe), staging),
+            self._runtime_config(staging),
             self._identity(),
             table,
             self._engine or self._make_engine(),
@@ -140,7 +141,7 @@ class WorkerSide:
     def _identity(self) -> Identity:
         return Identity(EngineId(self._transfer.engine_id), Incarnation(secrets.token_hex(8)), self._rank)
 
-    def _runtime_config(self, optional_layers: frozenset[str], staging: Staging | None) -> RuntimeConfig:
+    def _runtime_config(self, staging: Staging | None) -> RuntimeConfig:
         config, environment = self._config, self._config.environment
         produces, consumes = self._transfer.is_kv_producer, self._transfer.is_kv_consumer
         serves_bootstrap = produces and launches_bootstrap(self._vllm_config, config, self._rank)
@@ -166,7 +167,6 @@ class WorkerSide:
             bootstrap_address=bootstrap_target(self._vllm_config, config) if produces else None,
             connector_timeout_s=environment.connector_timeout_s,
             null_block=NULL_BLOCK_ID,
-            optional_layers=optional_layers,
             transfer_mode=Mode(config.transfer_mode),
             staging=None if staging is None else staging.size,
         )

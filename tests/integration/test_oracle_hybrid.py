@@ -14,8 +14,8 @@ import pytest
 from mooncake_hetero_tp.core import cover
 from mooncake_hetero_tp.core.binding import Descriptors
 from mooncake_hetero_tp.types import Rank, TokenRange
-from tests.hybrid_memory import GroupSpec, HybridLayer, HybridSide, StateShape, TokenPart
-from tests.hybrid_oracle import DRAFT, ORDERS, HybridCase, build_hybrid_pulls, draw_hybrid
+from tests.hybrid_memory import DRAFT, GroupSpec, HybridLayer, HybridSide, StateShape, TokenPart
+from tests.hybrid_oracle import ORDERS, HybridCase, build_hybrid_pulls, draw_hybrid
 from tests.oracle import BLOCKS, TP_SIZES, Reader, loopback_reader, run_pulls
 from tests.oracle_memory import Arena, Ints
 from tests.staged import StagedTally, run_staged_pulls

@@ -58,7 +58,7 @@ from tests.unit.vllm_adapter.doubles import Model
 from tests.unit.vllm_adapter.requests import DECODE, PREFILL, Blocks, NotedReleases, finish, make_request
 from mooncake_hetero_tp.config import HeteroTPConfig
 from mooncake_hetero_tp.core.tables import validate_table
-from mooncake_hetero_tp.vllm_adapter.probe import build_table, draft_layers
+from mooncake_hetero_tp.vllm_adapter.probe import build_table
 from mooncake_hetero_tp.vllm_adapter.scheduler import SchedulerSide
 from tests.unit.vllm_adapter.doubles import stub_vllm_config
 from vllm.v1.request import RequestStatus
@@ -94,7 +94,7 @@ print(json.dumps({
     "kept_order": resolve(["BLNHC", "BLHNC"]),
     "supported": resolve(["LBNHC", "LBHNC"]),
     "encodings": encodings,
-    "draft_layers": sorted(draft_layers(model.engine(draft))) == sorted(model.names),
+    "draft_layers": sorted(build_table(model.engine(draft), model.allocate(draft)).draft_layers) == sorted(model.names),
     "loads": [count, load_async, [p.request_id for p in step.pulls], [k.request_id for k in step.kept], kept],
 }))
 """

@@ -43,8 +43,9 @@ def test_what_only_the_plan_sees_is_refused_too() -> None:
 
 
 def test_engines_without_a_common_layer_do_not_agree() -> None:
-    nothing = msgspec.structs.replace(tables(WIDE)[Rank()], regions=())
-    found = judge(tables(WIDE), {Rank(): nothing})
+    table = tables(WIDE)[Rank()]
+    drafts = msgspec.structs.replace(table, draft_layers=tuple({region.layer for region in table.regions}))
+    found = judge({Rank(): drafts}, {Rank(): msgspec.structs.replace(table, regions=())})
     assert (found.status, found.why) == ("refused", "the two engines share no layer")
 
 

@@ -121,7 +121,8 @@ def test_equal_replicas_are_spread_by_preference() -> None:
 
 def test_a_rank_that_serves_all_is_preferred_to_several() -> None:
     like = Dense(heads=4)
-    producers = producer_tables(replace(like, tp=2)) | {Rank(tp=7): replace(like, base=SRC + (9 << 34)).table()}
+    whole = msgspec.structs.replace(replace(like, base=SRC + (9 << 34)).table(), tp_size=2)
+    producers = producer_tables(replace(like, tp=2)) | {Rank(tp=7): whole}
     assert list(planned(replace(like, base=DST).table(), producers, prefer=1)) == [Rank(tp=7)]
 
 
@@ -251,7 +252,7 @@ def test_a_layer_named_twice_is_refused(side: str) -> None:
 
 
 def test_a_draft_layer_only_the_consumer_has() -> None:
-    # vllm#49230: refused by name, unless the caller says that the draft may start empty.
+    # vllm#49230: refused by name, unless the table says that it is a draft's.
     like = Dense(heads=2, layers=4)
     draft = Dense(heads=2, first_layer=9, base=DST + (1 << 20)).regions()
     consumer = table([*replace(like, base=DST).regions(), *draft])
@@ -260,13 +261,15 @@ def test_a_draft_layer_only_the_consumer_has() -> None:
     ) as caught:
         plan_pulls(consumer, {Rank(): like.table()})
     assert {mismatch.severity for mismatch in caught.value.mismatches} == {Severity.REFUSE}
-    plans = plan_pulls(consumer, {Rank(): like.table()}, optional={"layers.9"})
+    consumer = msgspec.structs.replace(consumer, draft_layers=("layers.9",))
+    plans = planned(consumer, {Rank(): like.table()})
     assert plans[Rank()].layers == tuple(f"layers.{i}" for i in range(4))
 
 
-def test_an_optional_layer_that_the_producer_has_is_read() -> None:
+def test_a_draft_layer_that_both_have_is_read() -> None:
     like = Dense(heads=2, layers=2)
-    plans = plan_pulls(replace(like, base=DST).table(), {Rank(): like.table()}, optional={"layers.1"})
+    consumer = msgspec.structs.replace(replace(like, base=DST).table(), draft_layers=("layers.1",))
+    plans = planned(consumer, {Rank(): like.table()})
     assert plans[Rank()].layers == ("layers.0", "layers.1")
 
 

@@ -67,7 +67,17 @@ def test_a_layer_nobody_reads(consumer: RankTable, plans: Plans) -> None:
         plans[rank] = plan.only({"layers.0", "layers.1"})
     with pytest.raises(PlanError, match=r"layers.2/k: 0 of 2 units are read"):
         prove(consumer, plans)
-    prove(consumer, plans, optional={"layers.2"})
+    with pytest.raises(PlanError, match=r"layers.2/k: 0 of 2 units are read"):  # the producer has it, draft or not
+        prove(msgspec.structs.replace(consumer, draft_layers=("layers.2",)), plans)
+
+
+def test_a_draft_layer_the_producer_lacks_stays_unread() -> None:
+    like = Dense(heads=2, layers=2)
+    consumer = replace(like, layers=3, base=DST).table()
+    plans = plan_pulls(msgspec.structs.replace(consumer, draft_layers=("layers.2",)), {Rank(): like.table()})
+    prove(msgspec.structs.replace(consumer, draft_layers=("layers.2",)), plans)
+    with pytest.raises(PlanError, match=r"layers.2/k: 0 of 2 units are read"):
+        prove(consumer, plans)
 
 
 def test_a_region_of_another_consumer(consumer: RankTable, plans: Plans) -> None:

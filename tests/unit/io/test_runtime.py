@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,6 +26,7 @@ from mooncake_hetero_tp.testing import FakeClock, LoopbackEngine, LoopbackFabric
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank, RequestId, TokenRange, TransferId
 from tests.handovers import CONSUMER, PRODUCER, Handovers
 from tests.oracle_memory import Arena, Layer, SideSpec, build_rank
+from tests.tables import DST, Dense
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -598,3 +600,19 @@ def test_rings_go_only_when_the_engine_has_let_go_of_them(*, dead: bool) -> None
     runtime.start()
     runtime.close()
     assert len(freed) == (2 if dead else 0)
+
+
+def test_draft_layers_the_producer_lacks_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """vllm#49230: only the decode engine drafts."""
+    like = Dense(heads=2, layers=2)
+    draft = msgspec.structs.replace(Dense(heads=2, layers=3, base=DST).table(), draft_layers=("layers.2",))
+    runtime = WorkerRuntime(
+        RuntimeConfig(host="127.0.0.1", consumer=ConsumerConfig()), IDENTITY, draft, LoopbackEngine(LoopbackFabric())
+    )
+    with caplog.at_level("WARNING"):
+        plans = runtime._plan(draft, {Rank(): like.table()})
+    assert [plan.layers for plan in plans.values()] == [("layers.0", "layers.1")]
+    assert [record.getMessage().count("no draft layers layers.2") for record in caplog.records] == [1]
+    caplog.clear()
+    runtime._plan(draft, {Rank(): Dense(heads=2, layers=3).table()})
+    assert caplog.records == []

@@ -12,7 +12,7 @@ from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from mooncake_hetero_tp.vllm_adapter.probe import Engine, Place
+from mooncake_hetero_tp.vllm_adapter.place import Engine, Place
 
 
 @dataclass(frozen=True, kw_only=True)

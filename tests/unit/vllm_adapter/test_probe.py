@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from mooncake_hetero_tp.core.regions import Group, RankTable, Region, Span
 from mooncake_hetero_tp.core.tables import validate_table
 from mooncake_hetero_tp.errors import ConfigError
 from mooncake_hetero_tp.vllm_adapter.probe import build_table, model_fingerprint
-from tests.unit.vllm_adapter.doubles import Arch, Model, attention_module
+from tests.unit.vllm_adapter.doubles import Model, attention_module
 
 
 def table_of(model: Model, config: Any = None) -> tuple[RankTable, dict[str, torch.Tensor]]:
@@ -72,29 +71,6 @@ def test_spans_come_from_the_model_total(heads: int, tp_size: int, rank: int, sp
     table, _ = table_of(Model(heads=heads, tp_size=tp_size, tp_rank=rank))
     assert {region.spans for region in table.regions} == {(span,)}
     assert table.model["kv_heads"] == str(heads)
-
-
-def test_per_layer_totals_are_used() -> None:
-    model = Model(heads=4, tp_size=2)
-    config = model.cache_config()
-    engine = model.engine(config)
-    arch = Arch(total_num_hidden_layers=2, total_num_kv_heads=64, head_size=8, per_layer_kv_heads=[4, 4])
-    engine.vllm_config.model_config.model_arch_config = arch
-    table = build_table(engine, model.allocate(config))
-    assert {region.spans for region in table.regions} == {(Span(0, 0, 2),)}
-
-
-def test_a_draft_layer_takes_the_draft_models_total() -> None:
-    model = Model(heads=8, tp_size=4, layers=1)
-    config = model.cache_config(model.spec(num_kv_heads=1))
-    views = model.allocate(config)
-    engine = model.engine(config)
-    engine.vllm_config.model_config.model_arch_config.total_num_hidden_layers = 0  # layer 0 is past the model's
-    with pytest.raises(ConfigError, match="no draft model is configured"):
-        build_table(engine, views)
-    draft = SimpleNamespace(model_arch_config=Arch(total_num_kv_heads=2))
-    engine.vllm_config.speculative_config = SimpleNamespace(draft_model_config=draft)
-    assert {region.spans for region in build_table(engine, views).regions} == {(Span(0, 0, 1),)}
 
 
 def test_a_head_cut_that_differs_from_vllms_is_refused() -> None:
@@ -255,15 +231,6 @@ def test_no_layer_at_all_is_an_error() -> None:
     model = Model()
     with pytest.raises(ConfigError, match="received nothing"):
         build_table(model.engine(model.cache_config()), {})
-
-
-def test_an_unknown_module_is_an_error() -> None:
-    model = Model()
-    config = model.cache_config()
-    engine = model.engine(config)
-    engine.vllm_config.compilation_config.static_forward_context.clear()
-    with pytest.raises(ConfigError, match=f"{model.names[0]}: vLLM knows no attention module"):
-        build_table(engine, model.allocate(config))
 
 
 def test_geometry_is_per_layer_not_the_first_layers() -> None:

@@ -135,16 +135,6 @@ def test_ipv6_hosts_get_an_ipv6_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime.config.bootstrap_bind == HostPort("::", 8998)
 
 
-def test_layers_of_a_draft_model_are_optional() -> None:
-    model = Model(layers=2)
-    config = model.cache_config()
-    stub = stub_vllm_config(model)
-    stub.model_config.model_arch_config.total_num_hidden_layers = 1
-    worker = WorkerSide(stub, config, SETTINGS)
-    worker.register_kv_caches(model.allocate(config))
-    assert NotedRuntime.made[-1].config.optional_layers == {model.names[1]}
-
-
 def test_a_step_is_passed_on_in_one_piece() -> None:
     worker, runtime = make_worker()
     worker.start_load_kv(StepMetadata())
