@@ -7,7 +7,8 @@ pages of unknown inner order, of which only slots that the backend published can
     model       a head's page                            where
     per token   one content of C bytes for each token    K and V side by side in it, latent rows, whole opaque slots
     planes      one [N][D] or [D][N] matrix a component  CPU attention: K transposed over the page, then V
-    slots       head slots that are no KV heads          opaque backends with slots of their own
+    slots       head slots that are no KV heads          backends with slots of their own: B12X, opaque ones
+    sides       data, scales of K, then of V             NVFP4: dense, heads outermost or innermost in each
     state       no tokens: components back to back       state-space and linear-attention slots
 """
 
@@ -20,6 +21,10 @@ from mooncake_hetero_tp.core.regions import Axis, Region
 
 SLOT: Final = "slot"
 """Component names of opaque slots begin with it (`vllm_adapter/encodings.py`)."""
+SLOTS: Final = "slots"
+"""The encoding whose two slots are K and V."""
+SIDES: Final = ".nvfp4"
+"""Encodings with data and scales apart end with it (`vllm_adapter/scales.py`)."""
 
 
 class Part(NamedTuple):
@@ -59,8 +64,11 @@ def page_of(parts: Sequence[Part], *, state: bool) -> Page:
     """The model that the producer's strides show; `parts` in order of offset."""
     if state:
         return StatePage(parts)
-    if parts[0].like.is_opaque and parts[0].like.component.startswith(SLOT):
+    like = parts[0].like
+    if like.encoding == SLOTS or (like.is_opaque and like.component.startswith(SLOT)):
         return SlotPage(parts)
+    if like.encoding.endswith(SIDES):
+        return SidePage(parts)
     return TokenPage(parts) if all(_inside_token(part) for part in parts) else PlanePage(parts)
 
 
@@ -141,6 +149,28 @@ class SlotPage(NamedTuple):
         for slot, part in enumerate(self.parts):
             unit = Axis(part.units, _row_bytes(part.like))
             yield Placed(slot * step["H"], unit, Axis(tokens, step["N"]), part.like.channel)
+
+
+class SidePage(NamedTuple):
+    """Two H a head; K's data, K's scales, V's data, V's scales fill them one after the other."""
+
+    parts: Sequence[Part]
+
+    @property
+    def heads(self) -> int:
+        return 2 * self.parts[0].units
+
+    @property
+    def content_bytes(self) -> int:
+        return sum(_row_bytes(part.like) for part in self.parts) // 2
+
+    def place(self, tokens: int, step: Mapping[str, int]) -> Iterator[Placed]:
+        offset = 0
+        for part in self.parts:
+            row = _row_bytes(part.like)
+            unit, token = (tokens * row, row) if step["H"] > step["N"] else (row, part.units * row)
+            yield Placed(offset, Axis(part.units, unit), Axis(tokens, token), part.like.channel)
+            offset += part.units * tokens * row
 
 
 class StatePage(NamedTuple):

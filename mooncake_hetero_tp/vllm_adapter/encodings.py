@@ -8,19 +8,22 @@ the backend's own name, and is tested against the backends themselves (tests/int
     name                    backends                            content of one head's page
     packed                  the stride readers of `PACKED`      [N][K of D | V of D_v]
     halves.transposed_k     CPU_ATTN, isa vec and vec16         [D][N] K half, then [N][D] V half
+    packed.scales           TRITON_ATTN, a scale a token+head   [N][K | its scale | V | its scale] (`scales.py`)
+    slots                   B12X                                slot 0 [N][heads of K], slot 1 [N][heads of V]
     latent                  the row writers of `LATENT`         [N][latent row], the same on every TP rank
+    opaque:FLASHINFER.nvfp4 FLASHINFER with NVFP4               data and scales apart (`scales.py`): whole pages of heads
     opaque:<backend>        everything else                     unknown: whole kernel pages only
 
-An encoding that is not in the table is opaque, never guessed: CPU_ATTN with isa amx (VNNI tiles), B12X and
-ROCM_ATTN (two slots, heads inside C), scales inline or apart (Triton's per-token ones, NVFP4), TurboQuant.
+An encoding that is not in the table is opaque, never guessed: CPU_ATTN with isa amx (VNNI tiles), ROCM_ATTN and
+ROCM_AITER_FA with shuffled pages (two slots whose K is packed 16 bytes deep), TurboQuant and its like, indexers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mooncake_hetero_tp.core.regions import Axis
 from mooncake_hetero_tp.errors import ConfigError
+from mooncake_hetero_tp.vllm_adapter.components import Component, LayerFacts, PageView
+from mooncake_hetero_tp.vllm_adapter.scales import NVFP4, has_inline_scales, has_side_scales, inline_scales, side_scales
 
 PACKED = frozenset(
     {
@@ -38,59 +41,11 @@ PACKED = frozenset(
 """Backends that take K and V out of C with `kv_cache.transpose(1, 2).split(head_size, dim=-1)`."""
 LATENT = frozenset({"CPU_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA"})
 """MLA backends that write one latent row a token (`concat_and_cache_mla`)."""
+PLANES = frozenset({"B12X"})
+"""Backends that take K and V from two slots with `kv_cache.unbind(1)` and find heads in C (`unflatten`)."""
+SLOTS = "slots"
 _CPU_ROW_ISAS = frozenset({"vec", "vec16"})
 _OPAQUE = "opaque"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PageView:
-    """One layer's view as vLLM hands it over; strides and sizes in bytes."""
-
-    heads: int
-    """H: head slots, which need not be KV heads."""
-    tokens: int
-    """N: tokens of one kernel page."""
-    content_bytes: int
-    """C."""
-    head_stride: int
-    token_stride: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerFacts:
-    """What vLLM's spec and backend say about one layer."""
-
-    layer: str
-    backend: str
-    """`AttentionBackend.get_name()`."""
-    isa: str | None
-    """CPU_ATTN only: the instruction set whose kernels write the cache."""
-    latent: bool
-    """MLA: one unit, the same on every TP rank."""
-    kv_heads: int
-    """KV heads this rank holds."""
-    head_size: int
-    head_size_v: int
-    item_bytes: int
-    dtype: str
-    own_slots: bool
-    """The backend published its own H (`AttentionSpec.num_head_slots`): a slot is no KV head."""
-    own_content: bool
-    """The backend published its own C (`AttentionSpec.state_content_bytes`): more than K and V lie in it."""
-    plain_values: bool
-    """Unquantised, or FP8 with one scale a layer: one item is one value."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Component:
-    """One component of a page: offset from the page's start and three strided axes, in bytes."""
-
-    name: str
-    offset: int
-    unit: Axis
-    token: Axis
-    channel: Axis
-    item_bytes: int
 
 
 def encode(facts: LayerFacts, view: PageView) -> tuple[str, tuple[Component, ...]]:
@@ -99,6 +54,12 @@ def encode(facts: LayerFacts, view: PageView) -> tuple[str, tuple[Component, ...
     Raises:
         ConfigError: the page cannot be described even as a whole; names the layer and the backend.
     """
+    if has_inline_scales(facts, view):
+        return "packed.scales", inline_scales(facts, view)
+    if has_side_scales(facts, view):
+        return f"{_opaque_name(facts)}.{NVFP4}", side_scales(facts, view)
+    if _has_planes(facts, view):
+        return SLOTS, _planes(facts, view)
     if not _plain(facts, view):
         return _opaque_name(facts), _opaque(facts, view)
     if facts.latent and facts.backend in LATENT:
@@ -135,6 +96,34 @@ def _packed(facts: LayerFacts, view: PageView) -> tuple[Component, ...]:
             channel=Axis(facts.head_size_v, item),
             item_bytes=item,
         ),
+    )
+
+
+def _has_planes(facts: LayerFacts, view: PageView) -> bool:
+    """Slot 0 holds K and slot 1 holds V, each `[N][heads of D]`, which the backend reads and writes by stride."""
+    row = facts.kv_heads * facts.head_size * facts.item_bytes
+    equal = facts.head_size == facts.head_size_v
+    return (
+        facts.backend in PLANES
+        and facts.plain_values
+        and facts.own_slots
+        and equal
+        and (view.heads, view.content_bytes) == (2, row)
+    )
+
+
+def _planes(facts: LayerFacts, view: PageView) -> tuple[Component, ...]:
+    item, width = facts.item_bytes, facts.head_size
+    return tuple(
+        Component(
+            name=name,
+            offset=slot * view.head_stride,
+            unit=Axis(facts.kv_heads, width * item),
+            token=Axis(view.tokens, view.token_stride),
+            channel=Axis(width, item),
+            item_bytes=item,
+        )
+        for slot, name in enumerate("kv")
     )
 
 

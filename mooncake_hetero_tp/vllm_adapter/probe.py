@@ -16,8 +16,9 @@ import torch
 
 from mooncake_hetero_tp.core.regions import STATE, Buffer, Group, RankTable, Region, Span, attention_spans, whole_span
 from mooncake_hetero_tp.errors import ConfigError
+from mooncake_hetero_tp.vllm_adapter.components import LayerFacts, PageView
 from mooncake_hetero_tp.vllm_adapter.drafts import draft_layers, total_kv_heads
-from mooncake_hetero_tp.vllm_adapter.encodings import LayerFacts, PageView, encode
+from mooncake_hetero_tp.vllm_adapter.encodings import encode
 from mooncake_hetero_tp.vllm_adapter.place import Engine, module_of
 from mooncake_hetero_tp.vllm_adapter.specs import (
     is_latent,
@@ -124,6 +125,13 @@ def _layout_name(engine: Engine) -> str:
     return str(resolved or engine.vllm_config.cache_config.kv_cache_layout)
 
 
+def _layer_dtype_name(module: Any, spec: Any) -> str:
+    """The layer's own cache dtype: vLLM may leave single layers unquantised, and stores most others as bytes."""
+    name = str(getattr(module, "kv_cache_dtype", "auto"))
+    plain = spec.kv_quant_mode.name == "NONE" or name == "auto"
+    return _dtype_name(spec.dtype) if plain else _LONG_NAMES.get(name, name)
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -169,7 +177,7 @@ def _probe_layer(engine: Engine, index: int, spec: Any, name: str, view: torch.T
             token=part.token,
             channel=part.channel,
             item_bytes=part.item_bytes,
-            dtype=facts.dtype,
+            dtype=part.dtype or facts.dtype,
             encoding=encoding,
         )
         for part in components
@@ -217,10 +225,10 @@ def _layer_facts(engine: Engine, name: str, spec: Any, view: torch.Tensor) -> La
         head_size=int(spec.head_size),
         head_size_v=int(spec.head_size_v),
         item_bytes=view.element_size(),
-        dtype=_dtype_name(spec.dtype),
+        dtype=_layer_dtype_name(module, spec),
         own_slots=spec.num_head_slots is not None,
         own_content=spec.state_content_bytes is not None,
-        plain_values=spec.kv_quant_mode.name in ("NONE", "FP8_PER_TENSOR"),
+        quantisation=spec.kv_quant_mode.name,
     )
 
 

@@ -17,7 +17,8 @@ from mooncake_hetero_tp.core.regions import Group, RankTable, Region, attention_
 from mooncake_hetero_tp.core.tables import validate_table
 from mooncake_hetero_tp.errors import ConfigError, IncompatiblePeer
 from mooncake_hetero_tp.types import Rank
-from mooncake_hetero_tp.vllm_adapter.encodings import LayerFacts, PageView, encode
+from mooncake_hetero_tp.vllm_adapter.components import LayerFacts, PageView
+from mooncake_hetero_tp.vllm_adapter.encodings import encode
 from tests.tables import SRC, Dense, producer_tables, region, table
 
 Tables = dict[Rank, RankTable]
@@ -97,6 +98,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     heads: int = 4
     head_size: int = 8
     latent: bool = False
+    quantisation: str = "NONE"
     slots: int | None = None
     tp: int = 1
     tokens: int = 16
@@ -108,8 +110,8 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     def _table(self, rank: int) -> RankTable:
         spans = whole_span(1) if self.latent else attention_spans(self.heads, self.tp, rank)
         held = sum(span.count for span in spans)
-        content = self.head_size * 2 * (1 if self.latent else 2) * (held if self.slots else 1)
-        page, block_stride = view(self.layout, self.slots or held, self.tokens, content)
+        slots = 2 * held if self.quantisation == "NVFP4" else self.slots or held
+        page, block_stride = view(self.layout, slots, self.tokens, self._content_bytes(held))
         encoding, components = encode(self._facts(held), page)
         own = [
             Region(
@@ -132,6 +134,15 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
         made = table(own, self.tp)
         return msgspec.structs.replace(made, layout=self.layout, model={"kv_cache_dtype": "bfloat16"})
 
+    def _content_bytes(self, held: int) -> int:
+        match self.quantisation:
+            case "NVFP4":
+                return self.head_size // 2 + self.head_size // 16
+            case "FP8_PER_TOKEN_HEAD":
+                return 2 * (self.head_size + 4)
+        sides = 1 if self.latent or self.name == "B12X" else 2
+        return self.head_size * 2 * sides * (held if self.slots else 1)
+
     def _facts(self, held: int) -> LayerFacts:
         return LayerFacts(
             layer="layers.0",
@@ -141,11 +152,11 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
             kv_heads=held,
             head_size=self.head_size,
             head_size_v=self.head_size,
-            item_bytes=2,
+            item_bytes=2 if self.quantisation == "NONE" else 1,
             dtype="bfloat16",
-            own_slots=self.slots is not None,
-            own_content=False,
-            plain_values=True,
+            own_slots=self.slots is not None or self.quantisation == "NVFP4",
+            own_content=self.quantisation != "NONE",
+            quantisation=self.quantisation,
         )
 
     def changed(self, **settings: Any) -> Backend:
@@ -155,7 +166,10 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
 CPU = Backend(name="CPU_ATTN", isa="vec")
 LATENT = Backend(name="TRITON_MLA", latent=True)
 UNKNOWN = Backend(name="CPU_ATTN", isa="amx")
-SLOTS = Backend(name="B12X", slots=2)
+SLOTS = Backend(name="ROCM_ATTN", slots=2)
+PLANES = Backend(name="B12X", slots=2)
+INLINE_SCALES = Backend(name="TRITON_ATTN", quantisation="FP8_PER_TOKEN_HEAD")
+SIDE_SCALES = Backend(name="FLASHINFER", quantisation="NVFP4", head_size=16)
 TOKEN_MAJOR = {"layout": "LBNHC"}
 
 
@@ -178,6 +192,13 @@ TOKEN_MAJOR = {"layout": "LBNHC"}
         (SLOTS, "layout=LBNHC", TOKEN_MAJOR),
         (SLOTS.changed(layout="LBNHC", tp=2), "tp=1,layout=LBHNC", {"tp": 1, "layout": "LBHNC"}),
         (SLOTS, "block_size=32", {"tokens": 32}),
+        (PLANES, "tp=2,block_size=32", {"tp": 2, "tokens": 32}),
+        (PLANES.changed(tp=2), "tp=1,layout=BLHNC", {"tp": 1, "layout": "BLHNC"}),
+        (INLINE_SCALES, "tp=2,block_size=32", {"tp": 2, "tokens": 32}),
+        (INLINE_SCALES.changed(tp=2), "tp=1,layout=LBNHC", {"tp": 1} | TOKEN_MAJOR),
+        (SIDE_SCALES, "tp=2,block_size=32", {"tp": 2, "tokens": 32}),
+        (SIDE_SCALES.changed(tp=2), "tp=1,layout=LBNHC", {"tp": 1} | TOKEN_MAJOR),
+        (SIDE_SCALES.changed(**TOKEN_MAJOR), "tp=4,layout=LBHNC", {"tp": 4, "layout": "LBHNC"}),
     ],
 )
 def test_a_backends_own_tables(producer: Backend, wish: str, changes: Mapping[str, Any]) -> None:

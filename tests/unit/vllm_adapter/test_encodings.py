@@ -9,7 +9,8 @@ import pytest
 
 from mooncake_hetero_tp.core.regions import Axis
 from mooncake_hetero_tp.errors import ConfigError
-from mooncake_hetero_tp.vllm_adapter.encodings import LATENT, PACKED, Component, LayerFacts, PageView, encode
+from mooncake_hetero_tp.vllm_adapter.components import Component, LayerFacts, PageView
+from mooncake_hetero_tp.vllm_adapter.encodings import LATENT, PACKED, encode
 
 HEADS, TOKENS, WIDTH, ITEM = 2, 4, 3, 2
 DENSE = PageView(heads=HEADS, tokens=TOKENS, content_bytes=12, head_stride=48, token_stride=12)
@@ -25,7 +26,7 @@ FACTS = LayerFacts(
     dtype="bfloat16",
     own_slots=False,
     own_content=False,
-    plain_values=True,
+    quantisation="NONE",
 )
 
 
@@ -102,7 +103,7 @@ def test_latent_rows_are_one_unit(backend: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"backend": "SOMETHING_NEW"}, {"own_content": True}, {"plain_values": False}, {"backend": "FLASHMLA"}],
+    [{"backend": "SOMETHING_NEW"}, {"own_content": True}, {"quantisation": "OCTAVE_K3V4"}, {"backend": "FLASHMLA"}],
     ids=str,
 )
 def test_everything_else_is_opaque_with_heads_outermost(changes: dict[str, object]) -> None:
@@ -114,13 +115,26 @@ def test_everything_else_is_opaque_with_heads_outermost(changes: dict[str, objec
 
 
 def test_a_slot_is_never_taken_for_a_head() -> None:
-    """Two slots (K and V) with two KV heads look like one slot a head; B12X and ROCM_ATTN are such."""
-    name, parts = encode(replace(FACTS, backend="B12X", own_slots=True, own_content=True), DENSE)
-    assert name == "opaque:B12X"
+    """Two slots (K and V) with two KV heads look like one slot a head; ROCM_ATTN packs K 16 bytes deep in its own."""
+    name, parts = encode(replace(FACTS, backend="ROCM_ATTN", own_slots=True, own_content=True), DENSE)
+    assert name == "opaque:ROCM_ATTN"
     assert [part.name for part in parts] == ["slot0", "slot1"]
     for part in parts:
         assert part.unit.stride < part.token.stride, "a planner must see that heads are not outermost"
     assert covered(parts) == list(range(96))
+
+
+def test_two_slots_that_are_read_by_stride_are_known() -> None:
+    """B12X: slot 0 is K, slot 1 is V, heads side by side in each token."""
+    facts = replace(FACTS, backend="B12X", own_slots=True, own_content=True)
+    name, (k, v) = encode(facts, DENSE)
+    assert name == "slots"
+    assert (k.name, v.name) == ("k", "v")
+    assert offsets(k)[1, 2, 1] == 2 * 12 + WIDTH * ITEM + ITEM
+    assert offsets(v)[0, 0, 0] == 48
+    assert covered((k, v)) == list(range(96))
+    assert encode(replace(facts, quantisation="INT8_PER_TOKEN_HEAD"), DENSE)[0] == "opaque:B12X"
+    assert encode(replace(facts, kv_heads=1), DENSE)[0] == "opaque:B12X"
 
 
 def test_content_that_no_unit_axis_tiles_is_refused_by_name() -> None:
