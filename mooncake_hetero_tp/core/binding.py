@@ -149,8 +149,7 @@ def _bind_copy(members: CopyClass, copy: StridedCopy, pages: _Steps) -> ByteMap:
 
 def _member_axis(members: CopyClass) -> _Steps:
     src, dst = members.origins
-    gaps = np.diff(dst)
-    return _Steps(src, dst, int(gaps.min()) if gaps.size else 0)
+    return _Steps(src, dst, int((dst[1:] - dst[:-1]).min()) if dst.size > 1 else 0)
 
 
 def _page_runs(

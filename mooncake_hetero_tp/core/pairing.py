@@ -10,8 +10,9 @@ when it is made.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -91,6 +92,13 @@ class Geometry:
         return self.dst.group.is_state
 
 
+class Templates(NamedTuple):
+    """Copies of a run by its count of tokens, of all members and of one; filled as counts turn up."""
+
+    whole: dict[int, tuple[StridedCopy, ...]]
+    member: dict[int, tuple[StridedCopy, ...]]
+
+
 @dataclass(frozen=True, eq=False)
 class CopyClass:
     """Members (one layer each, one pair per component) of equal geometry, in order of `dst_bases`."""
@@ -99,8 +107,7 @@ class CopyClass:
     members: tuple[tuple[RegionPair, ...], ...]
     src_bases: Int64
     dst_bases: Int64
-    _templates: dict[int, tuple[StridedCopy, ...]] = field(default_factory=dict, repr=False)
-    _member_templates: dict[int, tuple[StridedCopy, ...]] = field(default_factory=dict, repr=False)
+    templates: Templates = field(default_factory=lambda: Templates({}, {}), repr=False)
 
     @property
     def token_bytes(self) -> int:
@@ -110,10 +117,11 @@ class CopyClass:
     @cached_property
     def spacing(self) -> Loop | None:
         """The members as a loop, where they are evenly spaced on both sides (layers of one allocation)."""
-        src, dst = np.diff(self.src_bases), np.diff(self.dst_bases)
-        if (src != src[:1]).any() or (dst != dst[:1]).any():
+        bases = self.src_bases, self.dst_bases
+        first = [int(side[1] - side[0]) if side.size > 1 else 0 for side in bases]
+        if any((side[1:] - side[:-1] != step).any() for side, step in zip(bases, first, strict=True)):
             return None
-        return Loop(src.size + 1, int(src[:1].sum()), int(dst[:1].sum()))
+        return Loop(self.src_bases.size, *first)
 
     @cached_property
     def origins(self) -> tuple[Int64, Int64]:
@@ -130,11 +138,11 @@ class CopyClass:
         Raises:
             PlanError: the copies are not exactly the elements of the regions.
         """
-        known = self._templates.get(count)
+        known = self.templates.whole.get(count)
         if known is None:
             known = concatenate(self._copies(count, self.spacing or Loop(1, 0, 0)))
             self._check(known, count)
-            self._templates[count] = known
+            self.templates.whole[count] = known
         return known
 
     def member_template(self, count: int) -> tuple[StridedCopy, ...]:
@@ -143,10 +151,10 @@ class CopyClass:
         Raises:
             PlanError: the copies are not exactly the elements of the regions.
         """
-        known = self._member_templates.get(count)
+        known = self.templates.member.get(count)
         if known is None:
             self.template(count)  # raises unless one member's copies are its elements
-            known = self._member_templates[count] = concatenate(self._copies(count, Loop(1, 0, 0)))
+            known = self.templates.member[count] = concatenate(self._copies(count, Loop(1, 0, 0)))
         return known
 
     def _copies(self, count: int, members: Loop) -> Iterable[StridedCopy]:
@@ -192,23 +200,20 @@ def pair_elements(pair: RegionPair, cut: UnitCut, src_tokens: range, dst_tokens:
     channels, item = target.channel.count, target.item_bytes
     if source.channel.stride == target.channel.stride == item:
         channels, item = 1, item * channels
-    steps = np.arange(channels, dtype=np.int64)
-    units = np.arange(cut.count, dtype=np.int64)
-    src = outer_sum(
-        [
-            source.base + (cut.producer_local + units) * source.unit.stride,
-            np.array(src_tokens, np.int64) * source.token.stride,
-            steps * source.channel.stride,
-        ]
+    units, steps = np.arange(cut.count, dtype=np.int64), np.arange(channels, dtype=np.int64)
+    axes = (
+        (cut.producer_local + units, source.unit.stride, cut.consumer_local + units, target.unit.stride),
+        (_ascending(src_tokens), source.token.stride, _ascending(dst_tokens), target.token.stride),
+        (steps, source.channel.stride, steps, target.channel.stride),
     )
-    dst = outer_sum(
-        [
-            target.base + (cut.consumer_local + units) * target.unit.stride,
-            np.array(dst_tokens, np.int64) * target.token.stride,
-            steps * target.channel.stride,
-        ]
-    )
+    ordered = sorted(axes, key=lambda axis: -axis[3])  # by destination: then there is nothing left to sort
+    src = outer_sum([places * stride for places, stride, _, _ in ordered]) + source.base
+    dst = outer_sum([places * stride for _, _, places, stride in ordered]) + target.base
     return ByteMap(src, dst, np.full(src.size, item, np.int64))
+
+
+def _ascending(numbers: range) -> Int64:
+    return np.arange(numbers.start, numbers.stop, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,15 +280,39 @@ def make_pair_plan(consumer: RankTable, producer: RankTable, pairs: Iterable[Reg
     """
     place = {(region.layer, region.component): index for index, region in enumerate(consumer.regions)}
     pairs = tuple(sorted(pairs, key=lambda pair: place.get((pair.consumer.layer, pair.consumer.component), len(place))))
-    bundles: dict[tuple[str, Side, Side], list[RegionPair]] = {}
+    bundles: dict[tuple[str, Numbers], list[RegionPair]] = {}
     for pair in pairs:
-        key = (pair.consumer.layer, _side(pair.producer, producer), _side(pair.consumer, consumer))
-        bundles.setdefault(key, []).append(pair)
-    alike: dict[Geometry, list[tuple[RegionPair, ...]]] = {}
-    for (_, src, dst), bundle in bundles.items():
-        alike.setdefault(_geometry(src, dst, bundle), []).append(tuple(bundle))
-    classes = tuple(_copy_class(geometry, members) for geometry, members in alike.items())
+        bundles.setdefault((pair.consumer.layer, _side_numbers(pair)), []).append(pair)
+    alike: dict[tuple[Numbers, ...], list[tuple[RegionPair, ...]]] = {}
+    for (_, sides), bundle in bundles.items():
+        alike.setdefault((sides, *_part_numbers(bundle)), []).append(tuple(bundle))
+    templates: dict[object, Templates] = {}
+    classes = tuple(_copy_class(consumer, producer, members, templates) for members in alike.values())
     return PairPlan(consumer, producer, pairs, classes)
+
+
+Numbers: TypeAlias = tuple[int, ...]
+"""What makes geometries equal, so that pairs are sorted by plain numbers; a record is made once for a class."""
+
+
+def _side_numbers(pair: RegionPair) -> Numbers:
+    """As many of either side as there are fields of `Side`."""
+    src, dst = pair.producer, pair.consumer
+    theirs = (src.group, src.block_stride, src.token.stride, src.token.count, src.num_blocks)
+    return (*theirs, dst.group, dst.block_stride, dst.token.stride, dst.token.count, dst.num_blocks)
+
+
+def _part_numbers(bundle: Sequence[RegionPair]) -> list[Numbers]:
+    """Those of each part (`_part`), and whether it moves in whole pages only."""
+    first = bundle[0]
+    found: list[Numbers] = []
+    for pair in bundle:
+        src, dst = pair.producer, pair.consumer
+        offsets = src.base - first.producer.base, dst.base - first.consumer.base
+        channels = dst.channel.count, src.channel.stride, dst.channel.stride
+        shape = (*offsets, src.unit.stride, dst.unit.stride, *channels, dst.item_bytes, pair.whole_pages)
+        found += [(*shape, cut.count, cut.producer_local, cut.consumer_local) for cut in pair.cuts]
+    return found
 
 
 def _side(region: Region, table: RankTable) -> Side:
@@ -317,14 +346,25 @@ def _part(origin: RegionPair, pair: RegionPair, cut: UnitCut) -> Part:
     )
 
 
-def _copy_class(geometry: Geometry, members: Iterable[tuple[RegionPair, ...]]) -> CopyClass:
+def _copy_class(
+    consumer: RankTable,
+    producer: RankTable,
+    members: Sequence[tuple[RegionPair, ...]],
+    templates: dict[object, Templates],
+) -> CopyClass:
+    """Classes that differ only in their groups (states of several groups) share templates, checked once."""
     ordered = tuple(sorted(members, key=lambda member: member[0].consumer.base))
-    return CopyClass(
+    first = ordered[0][0]
+    geometry = _geometry(_side(first.producer, producer), _side(first.consumer, consumer), ordered[0])
+    made = CopyClass(
         geometry=geometry,
         members=ordered,
         src_bases=np.array([member[0].producer.base for member in ordered], np.int64),
         dst_bases=np.array([member[0].consumer.base for member in ordered], np.int64),
     )
+    steps = geometry.src.token_stride, geometry.dst.token_stride
+    known = templates.setdefault((steps, geometry.parts, made.spacing), made.templates)
+    return made if known is made.templates else replace(made, templates=known)
 
 
 def seams(buffers: Iterable[Buffer]) -> Int64:

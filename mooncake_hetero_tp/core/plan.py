@@ -63,7 +63,7 @@ def plan_pulls(
         for rank, chosen in cover.chosen.items()
     }
     refused += [_uncovered(wanted[key], lack) for key, lack in cover.lacking.items()]
-    refused += [why for chosen in pairs.values() for pair in chosen for why in _opaque_cut(pair)]
+    refused += [why for chosen in pairs.values() for pair in chosen if pair.whole_pages for why in _opaque_cut(pair)]
     if refused:
         refuse(refused)
     return {rank: make_pair_plan(consumer, producers[rank], pairs[rank]) for rank in sorted(pairs)}
@@ -137,13 +137,12 @@ def pair_mismatches(consumer: RankTable, want: Region, producer: RankTable, have
     if state != producer.groups[have.group].is_state:
         kinds = (producer.groups[have.group].kind, consumer.groups[want.group].kind)
         yield _differs(want, "group kind", *kinds, "tokens and state slots do not map to each other")
-    for field, theirs, ours in (
-        ("dtype", have.dtype, want.dtype),
-        ("item bytes", have.item_bytes, want.item_bytes),
-        ("channels", have.channel.count, want.channel.count),
-    ):
-        if theirs != ours:
-            yield _differs(want, field, theirs, ours, "its values mean something else on the other side")
+    theirs = have.dtype, have.item_bytes, have.channel.count
+    ours = want.dtype, want.item_bytes, want.channel.count
+    if theirs != ours:
+        for field, mine, other in zip(("dtype", "item bytes", "channels"), theirs, ours, strict=True):
+            if mine != other:
+                yield _differs(want, field, mine, other, "its values mean something else on the other side")
     if state and have.token.count != want.token.count:
         yield _differs(want, "state rows", have.token.count, want.token.count, "slots differ in shape")
     if want.is_opaque or have.is_opaque:

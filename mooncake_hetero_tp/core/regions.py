@@ -10,6 +10,7 @@ Checks of a whole table, own or a peer's, are in `core/tables.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -21,6 +22,11 @@ OPAQUE: Final = "opaque"
 
 STATE: Final = "state"
 """`Group.kind` of state-space and linear-attention groups: one slot a request, no token axis."""
+
+
+@lru_cache(maxsize=256)  # a peer names them
+def _is_opaque(encoding: str) -> bool:
+    return encoding.partition(":")[0] == OPAQUE
 
 
 class Span(msgspec.Struct, frozen=True, order=True):
@@ -70,7 +76,7 @@ class Region(msgspec.Struct, frozen=True):
     @property
     def is_opaque(self) -> bool:
         """Whether only whole kernel pages of it may move, because their inner order is not known."""
-        return self.encoding.partition(":")[0] == OPAQUE
+        return _is_opaque(self.encoding)
 
 
 class Group(msgspec.Struct, frozen=True):

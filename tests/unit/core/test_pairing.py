@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mooncake_hetero_tp.core.copies import Loop, StridedCopy
-from mooncake_hetero_tp.core.pairing import PairPlan, make_pair_plan, seams
+from mooncake_hetero_tp.core.pairing import PairPlan, Templates, make_pair_plan, seams
 from mooncake_hetero_tp.core.regions import STATE, Buffer, Group, RankTable, Span
 from mooncake_hetero_tp.errors import PlanError
 from mooncake_hetero_tp.types import Rank, TokenRange
@@ -78,7 +78,7 @@ def test_a_template_that_is_not_the_regions_elements_is_refused() -> None:
     off_by_one = replace(part, units=Loop(1, 0, 0), channels=Loop(2, 2, 1))
     wrong = replace(members, geometry=replace(members.geometry, parts=(off_by_one, *members.geometry.parts[1:])))
     with pytest.raises(PlanError, match=r"layers.0/k, layers.0/v: the copies of a run of 3 tokens"):
-        replace(wrong, _templates={}).template(3)
+        replace(wrong, templates=Templates({}, {})).template(3)
 
 
 def test_bytes_per_token_and_slot() -> None:

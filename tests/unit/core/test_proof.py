@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from mooncake_hetero_tp.core.copies import Loop
-from mooncake_hetero_tp.core.pairing import CopyClass, Geometry, PairPlan, RegionPair, make_pair_plan
+from mooncake_hetero_tp.core.pairing import CopyClass, Geometry, PairPlan, RegionPair, Templates, make_pair_plan
 from mooncake_hetero_tp.core.plan import plan_pulls
 from mooncake_hetero_tp.core.proof import prove
 from mooncake_hetero_tp.core.regions import Axis, Buffer, RankTable
@@ -120,11 +120,11 @@ def _wrong_token_stride(geometry: Geometry) -> Geometry:
 def _wrong_bases(members: CopyClass) -> CopyClass:
     bases = members.dst_bases.copy()
     bases[-1] += 1
-    return replace(members, dst_bases=bases, _templates={})
+    return replace(members, dst_bases=bases, templates=Templates({}, {}))
 
 
 def _swapped_layers(members: CopyClass) -> CopyClass:
-    return replace(members, src_bases=members.src_bases[::-1], _templates={})
+    return replace(members, src_bases=members.src_bases[::-1], templates=Templates({}, {}))
 
 
 def _lost_member(members: CopyClass) -> CopyClass:
@@ -133,7 +133,7 @@ def _lost_member(members: CopyClass) -> CopyClass:
         members=members.members[:-1],
         src_bases=members.src_bases[:-1],
         dst_bases=members.dst_bases[:-1],
-        _templates={},
+        templates=Templates({}, {}),
     )
 
 
@@ -152,7 +152,7 @@ def _lost_member(members: CopyClass) -> CopyClass:
 def test_a_wrong_geometry_is_seen(consumer: RankTable, plans: Plans, change: Callable[[Geometry], Geometry]) -> None:
     plan = plans[Rank(tp=0)]
     (members,) = plan.classes
-    wrong = replace(members, geometry=change(members.geometry), _templates={})
+    wrong = replace(members, geometry=change(members.geometry), templates=Templates({}, {}))
     plans[Rank(tp=0)] = replace(plan, classes=(wrong,))
     with pytest.raises(PlanError, match=r"exactly its elements|would be written twice"):
         prove(consumer, plans)
@@ -171,7 +171,7 @@ def test_a_stride_of_one_layer_that_differs_from_its_class(consumer: RankTable, 
     plan = plans[Rank(tp=0)]
     (members,) = plan.classes
     other = tuple(_with_row(pair, 5) for pair in members.members[-1])
-    wrong = replace(members, members=(*members.members[:-1], other), _templates={})
+    wrong = replace(members, members=(*members.members[:-1], other), templates=Templates({}, {}))
     plans[Rank(tp=0)] = replace(plan, classes=(wrong,))
     with pytest.raises(PlanError, match=r"layers.2/k, layers.2/v from producer rank dp0.pp0.tp0: a run of 1 tokens"):
         prove(consumer, plans)
