@@ -22,7 +22,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks import bind, counts, crowd, engines, gpu, kernels, payload, reads, staged
+from tests.benchmarks import bind, counts, crowd, engines, gpu, hybrid, kernels, payload, reads, staged
 from tests.benchmarks.rows import Report, Row
 
 OUTPUT = Path("build/bench.json")
@@ -73,6 +73,7 @@ def sections(quick: bool, say: Callable[[str], None]) -> list[Section]:
         Section("reads", reads.rows(), lambda report: reads.measure(report, quick=quick)),
         Section("counts", counts.rows(), counts.measure),
         Section("staged", staged.rows(), lambda report: staged.measure(report, quick=quick)),
+        Section("hybrid", hybrid.rows(), lambda report: hybrid.measure(report, quick=quick)),
         Section("crowd", crowd.rows(), lambda report: crowd.measure(report, quick=quick)),
         Section("engines", engines.rows(), pairs.measure),
     ]

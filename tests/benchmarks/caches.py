@@ -37,6 +37,18 @@ class Shape:
     def tokens(self) -> TokenRange:
         return TokenRange(0, self.blocks * self.like.tokens)
 
+    def open(self, side: str) -> Cache:
+        """That side's memory."""
+        return Cache.of(self.producer if side == "producer" else self.like)
+
+    def kept(self, blocks: int) -> tuple[tuple[Ints, ...], int]:
+        """The producer's first blocks, per group, and the tokens in them."""
+        return (block_ids(self, "producer")[:blocks],), blocks * self.like.tokens
+
+    def wanted(self, ids: Ints) -> tuple[tuple[TokenRange, ...], tuple[Ints, ...]]:
+        """Ranges and the consumer's blocks, per group, of a pull into these."""
+        return (TokenRange(0, ids.size * self.like.tokens),), (ids,)
+
     @property
     def pull_bytes(self) -> int:
         return self.blocks * self.block_bytes
@@ -100,8 +112,6 @@ SHAPES: dict[str, Shape] = {
     )
 }
 CROWD = shape("crowd", 2, 64, 32, 160)
-BY_NAME = {made.name: made for made in (*SHAPES.values(), CROWD)}
-"""So that two processes mean the same."""
 
 
 def block_ids(shape: Shape, side: str) -> Ints:
@@ -122,6 +132,10 @@ class Cache:
         size = dense.layers * dense.blocks * dense.heads // dense.tp * dense.tokens * 2 * dense.head_size * dense.item
         memory = np.ones(size, np.uint8)
         return cls(replace(dense, base=int(memory.ctypes.data)), memory)
+
+    @property
+    def address(self) -> int:
+        return self.dense.base
 
     @cached_property
     def table(self) -> RankTable:

@@ -15,9 +15,9 @@ from mooncake_hetero_tp.io.release import ReleaseClient
 from mooncake_hetero_tp.io.runtime import RuntimeConfig, StepWork, WorkerRuntime
 from mooncake_hetero_tp.io.staging import RingSize
 from mooncake_hetero_tp.io.stats import PullRecord
-from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank, RequestId, TokenRange, TransferId
-from tests.benchmarks.caches import Cache, Shape
+from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank, RequestId, TransferId
 from tests.benchmarks.producer import ENGINE, HOST, LEASE_S, Producer
+from tests.benchmarks.pullable import Opened, Pullable
 from tests.oracle_memory import Ints
 
 PULLED_WITHIN_S = 60.0
@@ -28,7 +28,7 @@ _numbers = count(1)
 class Consumer:
     """Rank 0 of 2, in one mode; `close` it."""
 
-    def __init__(self, shape: Shape, cache: Cache, mode: Mode, ring: RingSize, producer: Producer) -> None:
+    def __init__(self, shape: Pullable, cache: Opened, mode: Mode, ring: RingSize, producer: Producer) -> None:
         self._shape = shape
         self._producer = producer
         engine_id = EngineId(f"consumer-{mode}")
@@ -73,9 +73,9 @@ class Consumer:
         self._runtime.close()
 
     def _request(self, name: str, ids: Ints) -> PullRequest:
-        tokens = TokenRange(0, ids.size * self._shape.like.tokens)
+        ranges, blocks = self._shape.wanted(ids)
         bootstrap = self._producer.started.bootstrap
-        return PullRequest(RequestId(name), TransferId(name), ENGINE, bootstrap, (tokens,), (ids,))
+        return PullRequest(RequestId(name), TransferId(name), ENGINE, bootstrap, ranges, blocks)
 
     def _wait(self, names: set[str], began: float) -> dict[str, float]:
         ended: dict[str, float] = {}

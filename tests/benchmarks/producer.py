@@ -21,7 +21,7 @@ from mooncake_hetero_tp.io.engine import MooncakeEngine
 from mooncake_hetero_tp.io.runtime import RuntimeConfig, StepWork, WorkerRuntime
 from mooncake_hetero_tp.io.staging import RingSize
 from mooncake_hetero_tp.types import EngineId, Identity, Incarnation, Rank, RequestId, TransferId
-from tests.benchmarks.caches import BY_NAME, Cache, Shape, block_ids
+from tests.benchmarks.pullable import BY_NAME, Pullable
 from tests.benchmarks.residence import Residence
 
 HOST = "127.0.0.1"
@@ -76,8 +76,8 @@ class Producer:
 
 
 @contextmanager
-def producer(shape: Shape, ring: RingSize) -> Iterator[Producer]:
-    """A process that holds one of `caches.BY_NAME`."""
+def producer(shape: Pullable, ring: RingSize) -> Iterator[Producer]:
+    """A process that holds one of `pullable.BY_NAME`."""
     command = [sys.executable, "-m", "tests.benchmarks.producer", shape.name, str(ring.slot_bytes), str(ring.slots)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -92,9 +92,9 @@ def producer(shape: Shape, ring: RingSize) -> Iterator[Producer]:
 class _Worker:
     """The runtime and what its parent may ask."""
 
-    def __init__(self, shape: Shape, ring: RingSize) -> None:
+    def __init__(self, shape: Pullable, ring: RingSize) -> None:
         self._shape = shape
-        self._cache = Cache.of(shape.producer)
+        self._cache = shape.open("producer")
         self._cache.fill()
         self._residence = Residence()
         engine = MooncakeEngine(HOST, lease_s=LEASE_S, protocol="tcp", reads=False)
@@ -105,7 +105,7 @@ class _Worker:
         self._runtime = WorkerRuntime(config, identity, self._cache.table, engine)
         self._runtime.start()
         self._freed: set[str] = set()
-        self._say(Started(engine.transport_session, self._cache.dense.base, f"http://{self._runtime.bootstrap}"))
+        self._say(Started(engine.transport_session, self._cache.address, f"http://{self._runtime.bootstrap}"))
 
     def serve(self) -> None:
         for line in sys.stdin:
@@ -116,9 +116,8 @@ class _Worker:
         print(json.dumps(answer._asdict() if isinstance(answer, Started) else answer), flush=True)
 
     def _keep(self, words: Sequence[str]) -> dict[str, Any]:
-        blocks = block_ids(self._shape, "producer")[: int(words[0])]
-        tokens = blocks.size * self._shape.like.tokens
-        kept = [Kept(RequestId(name), TransferId(name), (blocks,), tokens, ready=True) for name in words[1:]]
+        blocks, tokens = self._shape.kept(int(words[0]))
+        kept = [Kept(RequestId(name), TransferId(name), blocks, tokens, ready=True) for name in words[1:]]
         self._runtime.submit(StepWork(kept=kept))
         return {}
 

@@ -12,7 +12,7 @@ from mooncake_hetero_tp.core.binding import bind
 from mooncake_hetero_tp.core.plan import plan_pulls
 from mooncake_hetero_tp.types import Rank, TokenRange
 from tests.benchmarks import counts, staged
-from tests.benchmarks.caches import BY_NAME, LOGICAL, SHAPES, TOKEN_MAJOR, Cache, Expected, Shape, block_ids, shape
+from tests.benchmarks.caches import CROWD, LOGICAL, SHAPES, TOKEN_MAJOR, Cache, Expected, Shape, block_ids, shape
 from tests.benchmarks.residence import Residence
 from tests.benchmarks.rows import Report
 from tests.tables import DST, SRC
@@ -32,9 +32,9 @@ def test_pieces_are_as_long_as_the_row_says(name: str) -> None:
 
 
 def test_a_pull_is_as_long_as_the_row_says() -> None:
-    assert {made.pull_bytes for made in BY_NAME.values() if made.name not in {"crowd", "1_6_mb"}} == {64 << 20}
-    assert {made.piece_bytes * made.sizes["pieces"] for made in BY_NAME.values()} == {
-        made.pull_bytes for made in BY_NAME.values()
+    assert {made.pull_bytes for made in (*SHAPES.values(), CROWD) if made.name not in {"crowd", "1_6_mb"}} == {64 << 20}
+    assert {made.piece_bytes * made.sizes["pieces"] for made in (*SHAPES.values(), CROWD)} == {
+        made.pull_bytes for made in (*SHAPES.values(), CROWD)
     }
 
 
