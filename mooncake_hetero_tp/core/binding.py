@@ -8,7 +8,7 @@ pass joins neighbours over pages, heads, K|V and layers wherever both sides are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -72,10 +72,12 @@ def bind(
     parts: list[ByteMap] = []
     expected = 0
     for members in plan.classes:
-        kind = PageKind.of(members.geometry)
+        kind = PageKind.of(members.geometry).slot
         runs = known.get(kind)
         if runs is None:
             runs = known[kind] = _page_runs(kind, ranges, producer_blocks, consumer_blocks, null_block)
+        if members.geometry.is_state:
+            runs = replace(runs, count=runs.count * members.geometry.dst.page_tokens)
         parts.extend(_bind_class(members, runs))
         expected += int(runs.count.sum()) * members.token_bytes * len(members.members)
     found = _merged(parts, plan)

@@ -55,7 +55,7 @@ def cover_units(
     """Gives each wanted unit to one rank: few ranks, replicas sharing; `prefer` tells consumer ranks apart."""
     demands: dict[Demand, list[Key]] = defaultdict(list)
     for key, region in wanted.items():
-        offers = tuple((rank, regions[key].spans) for rank, regions in held.items() if key in regions)
+        offers = tuple([(rank, regions[key].spans) for rank, regions in held.items() if key in regions])
         demands[(region.spans, offers)].append(key)
     missing = {demand: demand[0] for demand in demands}
     cover = Cover()

@@ -7,7 +7,7 @@ side each. Both executors take their ids from here, so that no check is made in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,13 @@ class PageKind:
     @classmethod
     def of(cls, geometry: Geometry) -> PageKind:
         return cls(_without_strides(geometry.src), _without_strides(geometry.dst), geometry.whole_pages)
+
+    @property
+    def slot(self) -> PageKind:
+        """Of states, what all components of a group share: one slot, whatever its rows."""
+        if not self.dst.group.is_state:
+            return self
+        return PageKind(replace(self.src, page_tokens=1), replace(self.dst, page_tokens=1), self.whole_pages)
 
 
 def _without_strides(side: Side) -> Side:

@@ -9,11 +9,12 @@ when it is made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
 from mooncake_hetero_tp.core.copies import (
@@ -32,8 +33,7 @@ from mooncake_hetero_tp.errors import PlanError
 from mooncake_hetero_tp.types import TokenRange
 
 
-@dataclass(frozen=True, slots=True)
-class RegionPair:
+class RegionPair(msgspec.Struct, frozen=True):
     """One layer component on both sides, and the global units to copy."""
 
     consumer: Region
@@ -194,26 +194,28 @@ class CopyClass:
 def pair_elements(pair: RegionPair, cut: UnitCut, src_tokens: range, dst_tokens: range) -> ByteMap:
     """Absolute addresses in page 0 of each element of one unit cut (not canonical).
 
-    Channels that are contiguous on both sides count as one element.
+    Inner axes that are dense on both sides count as one element.
     """
     source, target = pair.producer, pair.consumer
-    channels, item = target.channel.count, target.item_bytes
-    if source.channel.stride == target.channel.stride == item:
-        channels, item = 1, item * channels
-    units, steps = np.arange(cut.count, dtype=np.int64), np.arange(channels, dtype=np.int64)
-    axes = (
-        (cut.producer_local + units, source.unit.stride, cut.consumer_local + units, target.unit.stride),
-        (_ascending(src_tokens), source.token.stride, _ascending(dst_tokens), target.token.stride),
-        (steps, source.channel.stride, steps, target.channel.stride),
+    all_axes = (
+        Loop(cut.count, source.unit.stride, target.unit.stride),
+        Loop(len(src_tokens), source.token.stride, target.token.stride),
+        Loop(target.channel.count, source.channel.stride, target.channel.stride),
     )
-    ordered = sorted(axes, key=lambda axis: -axis[3])  # by destination: then there is nothing left to sort
-    src = outer_sum([places * stride for places, stride, _, _ in ordered]) + source.base
-    dst = outer_sum([places * stride for _, _, places, stride in ordered]) + target.base
+    axes = [axis for axis in all_axes if axis.count > 1]
+    axes.sort(key=lambda axis: -axis.dst_stride)  # outermost first: then there is nothing left to sort
+    item = target.item_bytes
+    while axes and axes[-1].src_stride == axes[-1].dst_stride == item:
+        item *= axes.pop().count
+    src = outer_sum([_steps(axis.count, axis.src_stride) for axis in axes] or [_steps(1, 0)])
+    dst = outer_sum([_steps(axis.count, axis.dst_stride) for axis in axes] or [_steps(1, 0)])
+    src += source.base + cut.producer_local * source.unit.stride + src_tokens.start * source.token.stride
+    dst += target.base + cut.consumer_local * target.unit.stride + dst_tokens.start * target.token.stride
     return ByteMap(src, dst, np.full(src.size, item, np.int64))
 
 
-def _ascending(numbers: range) -> Int64:
-    return np.arange(numbers.start, numbers.stop, dtype=np.int64)
+def _steps(count: int, stride: int) -> Int64:
+    return np.arange(count, dtype=np.int64) * stride
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,16 +285,16 @@ def make_pair_plan(consumer: RankTable, producer: RankTable, pairs: Iterable[Reg
     bundles: dict[tuple[str, Numbers], list[RegionPair]] = {}
     for pair in pairs:
         bundles.setdefault((pair.consumer.layer, _side_numbers(pair)), []).append(pair)
-    alike: dict[tuple[Numbers, ...], list[tuple[RegionPair, ...]]] = {}
+    alike: dict[tuple[object, ...], list[tuple[RegionPair, ...]]] = {}
     for (_, sides), bundle in bundles.items():
-        alike.setdefault((sides, *_part_numbers(bundle)), []).append(tuple(bundle))
+        alike.setdefault((sides, *_part_keys(bundle)), []).append(tuple(bundle))
     templates: dict[object, Templates] = {}
     classes = tuple(_copy_class(consumer, producer, members, templates) for members in alike.values())
     return PairPlan(consumer, producer, pairs, classes)
 
 
 Numbers: TypeAlias = tuple[int, ...]
-"""What makes geometries equal, so that pairs are sorted by plain numbers; a record is made once for a class."""
+"""What makes sides equal, so that pairs are sorted by plain numbers; a record is made once for a class."""
 
 
 def _side_numbers(pair: RegionPair) -> Numbers:
@@ -302,17 +304,13 @@ def _side_numbers(pair: RegionPair) -> Numbers:
     return (*theirs, dst.group, dst.block_stride, dst.token.stride, dst.token.count, dst.num_blocks)
 
 
-def _part_numbers(bundle: Sequence[RegionPair]) -> list[Numbers]:
-    """Those of each part (`_part`), and whether it moves in whole pages only."""
-    first = bundle[0]
-    found: list[Numbers] = []
+def _part_keys(bundle: Sequence[RegionPair]) -> Iterator[tuple[object, ...]]:
+    """What makes the parts of two bundles equal (`_part`)."""
+    src_base, dst_base = bundle[0].producer.base, bundle[0].consumer.base
     for pair in bundle:
         src, dst = pair.producer, pair.consumer
-        offsets = src.base - first.producer.base, dst.base - first.consumer.base
-        channels = dst.channel.count, src.channel.stride, dst.channel.stride
-        shape = (*offsets, src.unit.stride, dst.unit.stride, *channels, dst.item_bytes, pair.whole_pages)
-        found += [(*shape, cut.count, cut.producer_local, cut.consumer_local) for cut in pair.cuts]
-    return found
+        offsets = src.base - src_base, dst.base - dst_base
+        yield (*offsets, src.unit, dst.unit, src.channel, dst.channel, dst.item_bytes, pair.whole_pages, pair.cuts)
 
 
 def _side(region: Region, table: RankTable) -> Side:

@@ -126,9 +126,10 @@ def _unlike(
     held: Mapping[Rank, Mapping[Key, Region]],
 ) -> Iterable[Mismatch]:
     for rank, regions in held.items():
-        for key in wanted:
-            if key in regions:
-                yield from pair_mismatches(consumer, wanted[key], producers[rank], regions[key])
+        for key, want in wanted.items():
+            have = regions.get(key)
+            if have is not None:
+                yield from pair_mismatches(consumer, want, producers[rank], have)
 
 
 def pair_mismatches(consumer: RankTable, want: Region, producer: RankTable, have: Region) -> Iterable[Mismatch]:

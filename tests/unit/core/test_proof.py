@@ -179,7 +179,7 @@ def test_a_stride_of_one_layer_that_differs_from_its_class(consumer: RankTable, 
 
 def _with_row(pair: RegionPair, stride: int) -> RegionPair:
     token = Axis(pair.producer.token.count, stride)
-    return replace(pair, producer=msgspec.structs.replace(pair.producer, token=token))
+    return msgspec.structs.replace(pair, producer=msgspec.structs.replace(pair.producer, token=token))
 
 
 @pytest.mark.parametrize("side", ["consumer", "producer"])
