@@ -134,6 +134,13 @@ def _window(model: ModelConfig, number: int) -> WindowLayer:
     )
 
 
+_ATTENTION: Final[Mapping[str, Callable[[ModelConfig, int], Layer]]] = {
+    "sliding_attention": _window,
+    "full_attention": _full,
+}
+"""By the names of `layer_types`."""
+
+
 def _dense(model: ModelConfig, cache_dtype: str) -> Iterator[Layer]:  # noqa: ARG001 - as the other rules
     if model.fields.get("use_sliding_window") or "sliding_attention" in (model.fields.get("layer_types") or ()):
         raise ConfigError(
@@ -143,10 +150,15 @@ def _dense(model: ModelConfig, cache_dtype: str) -> Iterator[Layer]:  # noqa: AR
     yield from (_full(model, number) for number in model.layers)
 
 
-def _mistral(model: ModelConfig, cache_dtype: str) -> Iterator[Layer]:  # noqa: ARG001 - as the other rules
-    """One window for all layers, or none."""
-    of = _full if model.fields.get("sliding_window") is None else _window
-    yield from (of(model, number) for number in model.layers)
+def _one_window(model: ModelConfig, cache_dtype: str) -> Iterator[Layer]:  # noqa: ARG001 - as the other rules
+    """`sliding_window` for all layers, unless `layer_types` picks some; 0 or null is none."""
+    window = "sliding_attention" if model.fields.get("sliding_window") else "full_attention"
+    yield from _by_kind(model, model.kinds(lambda _: window), _ATTENTION)
+
+
+def _every_other(model: ModelConfig, cache_dtype: str) -> Iterator[Layer]:  # noqa: ARG001 - as the other rules
+    """Every other layer, whatever `layer_types` says, as in vLLM (`gpt_oss.py`)."""
+    yield from (_window(model, number) if number % 2 == 0 else _full(model, number) for number in model.layers)
 
 
 def _windowed(default: Callable[[ModelConfig, int], bool]) -> Rule:
@@ -154,11 +166,7 @@ def _windowed(default: Callable[[ModelConfig, int], bool]) -> Rule:
 
     def rule(model: ModelConfig, cache_dtype: str) -> Iterator[Layer]:  # noqa: ARG001 - as the other rules
         kinds = model.kinds(lambda number: "sliding_attention" if default(model, number) else "full_attention")
-        makers: Mapping[str, Callable[[ModelConfig, int], Layer]] = {
-            "sliding_attention": _window,
-            "full_attention": _full,
-        }
-        yield from _by_kind(model, kinds, makers)
+        yield from _by_kind(model, kinds, _ATTENTION)
 
     return rule
 
@@ -242,12 +250,13 @@ _WINDOWED: Final[Mapping[str, Rule]] = {
     "gemma2": _windowed(_even),
     "gemma3": _windowed(_gemma3_pattern),
     "gemma3_text": _windowed(_gemma3_pattern),
-    "gpt_oss": _windowed(_even),
-    "mistral": _mistral,
-    "mixtral": _mistral,
+    "gpt_oss": _every_other,
+    "mistral": _one_window,
+    "mixtral": _one_window,
+    "phi3": _one_window,
 }
 FAMILIES: Final[Mapping[str, Rule]] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "phi3", "olmo2", "granite"), _dense),
+    **dict.fromkeys(("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "granite"), _dense),
     **_WINDOWED,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _latent),
     "deepseek_v32": _sparse_latent,

@@ -43,7 +43,7 @@ def test_groups_are_those_of_vllm(tmp_path: Path) -> None:
     groups = [layer["group"] for layer in found["layers"]]
     assert groups[:9] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
     assert [groups.count(group) for group in range(4)] == [15] * 4
-    nearly_equal = DENSE | {"model_type": "gpt_oss", "sliding_window": 8, "layer_types": [
+    nearly_equal = DENSE | {"model_type": "gemma2", "sliding_window": 8, "layer_types": [
         *["sliding_attention"] * 5, *["full_attention"] * 7]}  # fmt: skip
     assert {layer["group"] for layer in case_of(tmp_path, nearly_equal, Wish(), Wish())["layers"]} == {0, 1}
     assert {layer["group"] for layer in case_of(tmp_path, SPARSE, Wish(), Wish())["layers"]} == {0}

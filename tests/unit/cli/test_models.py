@@ -45,9 +45,12 @@ def kinds(tmp_path: Path, config: object) -> str:
         ({"model_type": "gemma3_text", "sliding_window": 512}, "sssssa" * 2),
         ({"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 4}, "sssa" * 3),
         ({"model_type": "gpt_oss", "sliding_window": 128}, "sa" * 6),
+        ({"model_type": "gpt_oss", "sliding_window": 128, "layer_types": ["full_attention"] * 12}, "sa" * 6),
+        ({"model_type": "phi3", "sliding_window": 2047}, "s" * 12),
+        ({"model_type": "mixtral", "sliding_window": 0}, "a" * 12),
         (
-            {"model_type": "gpt_oss", "sliding_window": 128, "layer_types": ["full_attention"] * 11 + ["sliding_attention"]},
-            "a" * 11 + "s",
+            {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 6},
+            "as" * 6,
         ),
         (MLA, "m" * 12),
         (MLA | {"model_type": "kimi_k2"}, "m" * 12),
@@ -105,7 +108,7 @@ def read_all(directory: Path) -> None:
         (DENSE | {"model_type": "qwen2", "use_sliding_window": True}, ["qwen2", "sliding windows", "gemma3"]),
         (DENSE | {"model_type": "gemma2"}, ["sliding_window"]),
         (
-            DENSE | {"model_type": "gpt_oss", "sliding_window": 8, "layer_types": ["chunked"] * 12},
+            DENSE | {"model_type": "gemma3_text", "sliding_window": 8, "layer_types": ["chunked"] * 12},
             ["layer 0", "chunked"],
         ),
         (DENSE | {"model_type": "gemma2", "sliding_window": 8, "layer_types": ["full_attention"]}, ["layer_types"]),
