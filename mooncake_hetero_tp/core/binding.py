@@ -8,9 +8,10 @@ pass joins neighbours over pages, heads, K|V and layers wherever both sides are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from mooncake_hetero_tp.core.copies import ByteMap, Int64, StridedCopy, join_sorted, outer_sum, split_at
 from mooncake_hetero_tp.core.pages import Blocks, PageKind, consumer_pages, page_runs, producer_pages, range_of
@@ -47,6 +48,10 @@ class PageRuns:
     dst_token: Int64
     count: Int64
 
+    def with_rows(self, rows: int) -> PageRuns:
+        """Runs of one slot each, of a component with so many rows."""
+        return PageRuns(self.src_page, self.src_token, self.dst_page, self.dst_token, self.count * rows)
+
 
 def bind(
     plan: PairPlan,
@@ -77,7 +82,7 @@ def bind(
         if runs is None:
             runs = known[kind] = _page_runs(kind, ranges, producer_blocks, consumer_blocks, null_block)
         if members.geometry.is_state:
-            runs = replace(runs, count=runs.count * members.geometry.dst.page_tokens)
+            runs = runs.with_rows(members.geometry.dst.page_tokens)
         parts.extend(_bind_class(members, runs))
         expected += int(runs.count.sum()) * members.token_bytes * len(members.members)
     found = _merged(parts, plan)
@@ -122,11 +127,19 @@ def _bind_class(members: CopyClass, runs: PageRuns) -> Iterator[ByteMap]:
     src, dst = members.geometry.src, members.geometry.dst
     sources = runs.src_page * src.block_stride + runs.src_token * src.token_stride
     targets = runs.dst_page * dst.block_stride + runs.dst_token * dst.token_stride
-    for count in np.unique(runs.count):
-        chosen = runs.count == count
+    for count, chosen in _by_count(runs):
         pages = _Steps(sources[chosen], targets[chosen], dst.block_stride)
-        for copy in members.template(int(count)):
+        for copy in members.template(count):
             yield _bind_copy(members, copy, pages)
+
+
+def _by_count(runs: PageRuns) -> Iterator[tuple[int, slice | npt.NDArray[np.bool_]]]:
+    """Run lengths, and which runs have them; one run, that of a state, needs no search."""
+    if runs.count.size == 1:
+        yield int(runs.count[0]), slice(None)
+        return
+    for count in np.unique(runs.count):
+        yield int(count), runs.count == count
 
 
 @dataclass(frozen=True, eq=False, slots=True)
