@@ -174,6 +174,7 @@ def test_an_id_may_be_used_again_after_hand_off_or_abort() -> None:
 
 
 def test_the_prompt_is_truncated_once_where_old_pages_are_dropped() -> None:
+    """vllm#47466: state models start decoding from N-1 tokens; ten become nine, however often the hook runs."""
     producer, request = side(exact_end=True), make_request("r", 10, PREFILL)
     arrive(producer, request)
     arrive(producer, request)
