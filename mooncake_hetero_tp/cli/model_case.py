@@ -178,5 +178,9 @@ def _assumptions(model: ModelConfig, layers: Sequence[Layer], dtype: str) -> Ite
     groups = 1 + max(layer.group for layer in layers)
     told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     yield f"{model.family}: {told} caches in {groups} KV cache group(s), {dtype}; no draft model"
-    if any(isinstance(layer, StateLayer) for layer in layers):
-        yield "convolution states in DS order (VLLM_SSM_CONV_STATE_LAYOUT); one state a block, as in mamba_cache_mode align"
+    states = [layer for layer in layers if isinstance(layer, StateLayer)]
+    if states:
+        yield (
+            f"states in {states[0].state_dtype} (--mamba-ssm-cache-dtype auto; on CPU vLLM takes float32), convolutions "
+            "in DS order (VLLM_SSM_CONV_STATE_LAYOUT), one state a block as in mamba_cache_mode align"
+        )

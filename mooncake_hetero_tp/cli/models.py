@@ -232,7 +232,7 @@ def _delta_net(model: ModelConfig, cache_dtype: str) -> Iterator[Layer]:  # noqa
 
 
 def _delta_layer(model: ModelConfig, number: int) -> GatedDeltaNetLayer:
-    state = model.fields.get("mamba_ssm_dtype")
+    state = model.fields.get("mamba_ssm_dtype") if model.family.startswith("qwen3_5") else None
     return GatedDeltaNetLayer(
         name=f"model.layers.{number}.linear_attn",
         kind="gdn",

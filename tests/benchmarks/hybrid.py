@@ -71,7 +71,7 @@ PROVEN = Row(
     note="plan, prove and bind: all that is done for the first request of a pair",
 )
 PULL = Row(
-    name="pull_hybrid",
+    name="hybrid",
     sizes={**MODEL, "tokens": HYBRID.tokens, "pull_bytes": HYBRID.pull_bytes},
     unit="MB/s",
     baseline="one descriptor of as many bytes, no protocol",
