@@ -34,6 +34,20 @@ COMMON = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridHeads:
+    """Heads of the hybrid model, and channels of each."""
+
+    kv: int = 2
+    kv_width: int = 64
+    state_keys: int = 4
+    state_values: int = 8
+    state_width: int = 64
+
+
+HYBRID_HEADS = HybridHeads()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
     """A tiny model: how it is drawn, and what its engines need besides it."""
 
@@ -47,7 +61,7 @@ class Kind:
     @property
     def key(self) -> str:
         """Eight hex digits that stand for what `draw` does."""
-        text = repr((COMMON, SEED, inspect.getsource(self.draw)))
+        text = repr((COMMON, HYBRID_HEADS, SEED, inspect.getsource(self.draw)))
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def ensure(self, models: Path = BUILD / "models") -> Path:
@@ -135,6 +149,36 @@ def draw_windowed(end_token: int) -> Any:
     return model
 
 
+def draw_hybrid(end_token: int) -> Any:
+    """Qwen3-Next: three gated-delta-net layers and one of attention, with experts; its weight norms add one.
+
+    vLLM's CPU kernels for gated delta nets take bfloat16 only.
+    """
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **{**COMMON, "dtype": "bfloat16"},
+        eos_token_id=end_token,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=HYBRID_HEADS.kv,
+        head_dim=HYBRID_HEADS.kv_width,
+        linear_num_key_heads=HYBRID_HEADS.state_keys,
+        linear_num_value_heads=HYBRID_HEADS.state_values,
+        linear_key_head_dim=HYBRID_HEADS.state_width,
+        linear_value_head_dim=HYBRID_HEADS.state_width,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    model = Qwen3NextForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[-1].self_attn.q_norm.weight.fill_(2.0)
+    return model
+
+
 MLA = Kind(
     name="mla",
     draw=draw_mla,
@@ -143,3 +187,4 @@ MLA = Kind(
     arguments=("--compilation-config", '{"custom_ops": ["all", "-rotary_embedding"]}'),
 )
 WINDOWED = Kind(name="windowed", draw=draw_windowed)
+HYBRID = Kind(name="hybrid", draw=draw_hybrid, arguments=("--dtype", "bfloat16"))
