@@ -15,6 +15,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 END_OF_TEXT = "<end>"
@@ -97,16 +98,14 @@ def save_weights(folder: Path, sizes: TinyModel, end_token: int) -> None:
     model.save_pretrained(folder)
 
 
-def ensure_tiny_model(models: Path, sizes: TinyModel | None = None) -> Path:
-    """Return the model's folder under `models`; build it there if it is not complete yet."""
-    sizes = sizes or TinyModel()
-    folder = models / f"tiny-qwen3-{sizes.key}"
+def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Return `folder`; where it is missing, `build` fills a draft beside it first, so that it is never half there."""
     if folder.is_dir():
         return folder
-    models.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=models))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        save_weights(draft, sizes, save_tokenizer(draft, sizes.vocabulary))
+        build(draft)
         draft.rename(folder)
     except OSError:
         if not folder.is_dir():  # another process may have been faster
@@ -114,6 +113,16 @@ def ensure_tiny_model(models: Path, sizes: TinyModel | None = None) -> Path:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
+
+
+def ensure_tiny_model(models: Path, sizes: TinyModel | None = None) -> Path:
+    """Return the model's folder under `models`; build it there if it is not complete yet."""
+    made = sizes or TinyModel()
+
+    def build(draft: Path) -> None:
+        save_weights(draft, made, save_tokenizer(draft, made.vocabulary))
+
+    return built_once(models / f"tiny-qwen3-{made.key}", build)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def build_decoder(producers: Mapping[Rank, RankTable], wish: Wish) -> Decoder:
         wish = msgspec.structs.replace(wish, dtype=None)
     layers = _layers(producers, wish.dtype)
     header = _header(first, layers, wish)
-    if refused := _refusals(first, header, layers):
+    if refused := [*_dtype_refusals(producers, wish.dtype)] or _refusals(first, header, layers):
         raise IncompatiblePeer("no decoder can be laid out so", collapse(refused))
     _check_sizes(header, layers)
     stages = _stages(header, layers)
@@ -301,6 +301,22 @@ def _refusals(first: RankTable, header: RankTable, layers: Sequence[_Layer]) -> 
     """Why no engine has such a memory; of a TP size that cannot be, nothing more can be said."""
     impossible = [*_tp_refusals(first, header, layers)]
     return impossible or [*_layout_refusals(first, header, layers)]
+
+
+def _dtype_refusals(producers: Mapping[Rank, RankTable], dtype: str | None) -> Iterator[Mismatch]:
+    """Pages that hold more than values of one known type: what lies in them for another type is not known."""
+    if dtype is None:
+        return
+    for layer in _layers(producers, None):
+        dtypes = dict.fromkeys(component.like.dtype for component in layer.components)
+        if not layer.group.is_state and (len(dtypes) > 1 or layer.components[0].like.is_opaque):
+            yield _mismatch(
+                "dtype",
+                (" and ".join(dtypes), dtype),
+                f"the producer's pages ({layer.encoding}) hold more than values of one known type",
+                "leave dtype out, or run the decode engine and probe it",
+                layer.name,
+            )
 
 
 def _tp_refusals(first: RankTable, header: RankTable, layers: Sequence[_Layer]) -> Iterator[Mismatch]:

@@ -18,12 +18,11 @@ from mooncake_hetero_tp.cli.layers import AttentionLayer, Layer, StateLayer, Tok
 from mooncake_hetero_tp.cli.limits import DTYPE_BYTES, SideName
 from mooncake_hetero_tp.core.layout import KVLayout
 from mooncake_hetero_tp.core.regions import Axis, Buffer, Group, RankTable, Region, attention_spans, whole_span
-from mooncake_hetero_tp.core.state_tensors import place
+from mooncake_hetero_tp.core.state_tensors import Slots, place
 from mooncake_hetero_tp.errors import ConfigError
 from mooncake_hetero_tp.types import Mismatch, Rank, Severity
 
 ENCODING = "dense"
-STATE_ENCODINGS = {"URC": "state", "UCR": "conv.ds", "RUC": "conv.sd"}
 """By the order of a state tensor's axes."""
 _GAP = 1 << 12
 """Between two arrays, so that nothing is ever merged from one into the next."""
@@ -196,22 +195,15 @@ def _state_regions(
     case: Case, side: Side, array: Array, member: tuple[int, StateLayer], tp_rank: int
 ) -> Iterator[Region]:
     base, layer = member
+    slots = Slots(
+        layer=layer.name,
+        group=layer.group,
+        base=base,
+        block_stride=array.strides["B"],
+        num_blocks=array.shape["B"],
+    )
     for part in place(layer.tensors(side.conv_layout, case.dtype), side.tp, tp_rank):
-        yield Region(
-            layer=layer.name,
-            component=part.component,
-            group=layer.group,
-            base=base + part.offset,
-            block_stride=array.strides["B"],
-            num_blocks=array.shape["B"],
-            spans=part.spans,
-            unit=part.unit,
-            token=part.row,
-            channel=part.channel,
-            item_bytes=part.item_bytes,
-            dtype=part.dtype,
-            encoding=STATE_ENCODINGS[part.order],
-        )
+        yield slots.region(part)
 
 
 # --- what cannot be laid out -----------------------------------------------------------------------------------------

@@ -195,10 +195,11 @@ def _unit_outermost(region: Region) -> bool:
     return region.unit.count == 1 or region.unit.stride >= one_unit
 
 
+_SAME_DTYPES = "set the same --dtype and --kv-cache-dtype (of states --mamba-cache-dtype and --mamba-ssm-cache-dtype) on both sides"
 _REMEDIES = {
     "group kind": "serve the same model with the same attention and state layers on both sides",
-    "dtype": "set the same --dtype and --kv-cache-dtype on both sides",
-    "item bytes": "set the same --dtype and --kv-cache-dtype on both sides",
+    "dtype": _SAME_DTYPES,
+    "item bytes": _SAME_DTYPES,
     "channels": "serve the same model (head size) on both sides",
     "state rows": "serve the same model with the same speculative tokens on both sides",
     "encoding": "use the same attention backend on both sides",

@@ -5,7 +5,7 @@ convolution's state is several projections side by side ([q, k, v] or [x, B, C])
 one cut through all of them together crosses their borders (vllm#53078, sglang#20655). A projection with fewer groups
 than ranks is held by several of them, by the same rule as KV heads are.
 
-Nothing here knows vLLM; `vllm_adapter/probe.py` compares what comes out with what vLLM allocated.
+Nothing here knows vLLM; `vllm_adapter/state_layers.py` compares what comes out with what vLLM allocated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from math import prod
 
 import msgspec
 
-from mooncake_hetero_tp.core.regions import Axis, Span, attention_spans
+from mooncake_hetero_tp.core.regions import Axis, Region, Span, attention_spans
+
+_ENCODINGS = {"URC": "state", "UCR": "conv.ds", "RUC": "conv.sd"}
+"""Names of the orders of `StateTensor`, for tables and reports."""
 
 
 class ConvLayout(StrEnum):
@@ -117,6 +120,34 @@ def place(tensors: Sequence[StateTensor], tp_size: int, tp_rank: int) -> tuple[P
     return tuple(
         part for tensor, start in zip(tensors, starts, strict=False) for part in _place(tensor, start, tp_size, tp_rank)
     )
+
+
+class Slots(msgspec.Struct, frozen=True, kw_only=True):
+    """The slots of one layer on one rank: where they lie, in bytes, and whose they are."""
+
+    layer: str
+    group: int
+    base: int
+    block_stride: int
+    num_blocks: int
+
+    def region(self, part: PlacedPart) -> Region:
+        """A component of these slots."""
+        return Region(
+            layer=self.layer,
+            component=part.component,
+            group=self.group,
+            base=self.base + part.offset,
+            block_stride=self.block_stride,
+            num_blocks=self.num_blocks,
+            spans=part.spans,
+            unit=part.unit,
+            token=part.row,
+            channel=part.channel,
+            item_bytes=part.item_bytes,
+            dtype=part.dtype,
+            encoding=_ENCODINGS[part.order],
+        )
 
 
 def _place(tensor: StateTensor, start: int, tp_size: int, tp_rank: int) -> list[PlacedPart]:

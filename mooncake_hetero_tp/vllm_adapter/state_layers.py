@@ -17,6 +17,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from mooncake_hetero_tp.core.regions import Region
 from mooncake_hetero_tp.core.state_tensors import (
     ConvLayout,
+    Slots,
     StatePart,
     StateTensor,
     conv_tensor,
@@ -27,9 +28,6 @@ from mooncake_hetero_tp.core.state_tensors import (
     xbc_parts,
 )
 from mooncake_hetero_tp.errors import ConfigError
-
-_ENCODINGS = {"URC": "state", "UCR": "conv.ds", "RUC": "conv.sd"}
-"""Names of the orders of `StateTensor`, for tables and reports."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,24 +99,14 @@ def state_regions(layer: StateLayer, group: int, view: torch.Tensor) -> tuple[Re
     _check_view(layer, view)
     tensors = _describe(layer)
     _check_shapes(layer, tensors)
-    return tuple(
-        Region(
-            layer=layer.name,
-            component=part.component,
-            group=group,
-            base=view.data_ptr() + part.offset,
-            block_stride=view.stride(0) * view.element_size(),
-            num_blocks=int(view.shape[0]),
-            spans=part.spans,
-            unit=part.unit,
-            token=part.row,
-            channel=part.channel,
-            item_bytes=part.item_bytes,
-            dtype=part.dtype,
-            encoding=_ENCODINGS[part.order],
-        )
-        for part in place(tensors, *layer.shards)
+    slots = Slots(
+        layer=layer.name,
+        group=group,
+        base=view.data_ptr(),
+        block_stride=view.stride(0) * view.element_size(),
+        num_blocks=int(view.shape[0]),
     )
+    return tuple(slots.region(part) for part in place(tensors, *layer.shards))
 
 
 # --- what each kind is made of ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import numpy as np
 from mooncake_hetero_tp.core.regions import STATE, Buffer, Group, RankTable, Region
 from mooncake_hetero_tp.core.state_tensors import (
     ConvLayout,
+    Slots,
     StateTensor,
     conv_tensor,
     head_tensor,
@@ -84,11 +85,9 @@ class Hybrid:
             for found in like.regions():
                 yield _renamed(found, name, group)
             return
+        slots = Slots(layer=name, group=group, base=base, block_stride=self.page_bytes, num_blocks=self.blocks)
         for part in place(TENSORS, self.tp, self.rank):
-            yield Region(
-                name, part.component, group, base + part.offset, self.page_bytes, self.blocks, part.spans, part.unit,
-                part.row, part.channel, part.item_bytes, part.dtype, "state",
-            )  # fmt: skip
+            yield slots.region(part)
 
 
 def _renamed(found: Region, name: str, group: int) -> Region:

@@ -33,11 +33,13 @@ BOTH_WAYS = pytest.mark.parametrize(
     "source,target", [pytest.param(TP1, TP2, id="TP1->TP2"), pytest.param(TP2, TP1, id="TP2->TP1")]
 )
 AT_ONCE = 8
-REQUESTS = 40
-RIGHT_FIRST_TOKENS = 36
+REQUESTS = 160
+"""Four times as many as judge the first tokens: over 40 the mean length moves by some 5 % from run to run."""
+JUDGED_BY_FIRST_TOKEN, RIGHT_FIRST_TOKENS = 40, 36
 PREFIX_CACHING = ("--enable-prefix-caching", "--mamba-cache-mode", "align")
+NO_PREFIX_CACHING = ("--no-enable-prefix-caching",)
 VARIANTS: dict[str, tuple[tuple[int, tuple[str, ...]], tuple[int, tuple[str, ...]]]] = {
-    "one state": ((32, ()), (32, ())),
+    "one state": ((32, NO_PREFIX_CACHING), (32, NO_PREFIX_CACHING)),
     "prefix caching": ((32, PREFIX_CACHING), (32, PREFIX_CACHING)),
     "unlike blocks": ((512, PREFIX_CACHING), (384, PREFIX_CACHING)),
 }
@@ -109,7 +111,8 @@ def test_caches_are_those_of_the_producer_and_answers_go_on_from_them(hybrid: Hy
 
     alone, plain = hybrid.alone[target], agreeing(*hybrid.alone)
     lengths = agreeing(answers, alone)
-    assert sum(length > 0 for length in lengths) >= RIGHT_FIRST_TOKENS, lengths
+    first = [length > 0 for length in lengths[:JUDGED_BY_FIRST_TOKEN]]
+    assert sum(first) >= RIGHT_FIRST_TOKENS, lengths
     assert sum(lengths) >= sum(plain), (lengths, plain)
     assert hybrid.pair.leftovers() == []
 

@@ -26,7 +26,7 @@ BYTES_PER_TOKEN = 4096
 """Of all KV heads and layers of the tiny model in float32: a rank of two has half of it."""
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=["staged", pytest.param("auto", marks=pytest.mark.slow)])
 def started(model: Path, logs: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     extra = {"mooncake_protocol": "tcp", **MODES[request.param]}
     engines = tuple(

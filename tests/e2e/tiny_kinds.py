@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import shutil
-import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from serve_1p1d import BUILD
-from tiny_model import TinyModel, save_tokenizer
+from tiny_model import TinyModel, built_once, save_tokenizer
 
 SEED = 20_261_201
 VOCABULARY = TinyModel().vocabulary
@@ -66,20 +65,7 @@ class Kind:
 
     def ensure(self, models: Path = BUILD / "models") -> Path:
         """Return the model's folder; build it there if it is not complete yet."""
-        folder = models / f"tiny-{self.name}-{self.key}"
-        if folder.is_dir():
-            return folder
-        models.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=models))
-        try:
-            save(self.draw, draft)
-            draft.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another process may have been faster
-                raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-        return folder
+        return built_once(models / f"tiny-{self.name}-{self.key}", partial(save, self.draw))
 
 
 def save(draw: Callable[[int], Any], folder: Path) -> None:

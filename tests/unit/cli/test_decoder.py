@@ -126,7 +126,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
                 token=part.token,
                 channel=part.channel,
                 item_bytes=part.item_bytes,
-                dtype="bfloat16",
+                dtype=part.dtype or "bfloat16",
                 encoding=encoding,
             )
             for part in components
@@ -350,6 +350,19 @@ def test_memory_that_no_engine_has_is_refused(wish: str, field: str, values: tup
     (found,) = caught.value.mismatches
     assert (found.field, found.producer, found.consumer) == (field, *values)
     assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    "producer,dtypes",
+    [(INLINE_SCALES, "bfloat16 and float32"), (SIDE_SCALES, "bfloat16"), (UNKNOWN, "bfloat16"), (SLOTS, "bfloat16")],
+)
+def test_pages_with_scales_or_of_unknown_content_have_no_other_dtype(producer: Backend, dtypes: str) -> None:
+    with pytest.raises(IncompatiblePeer) as caught:
+        decoder(producer.tables(), "dtype=float16,tp=2")
+    (found,) = caught.value.mismatches
+    assert (found.field, found.producer, found.consumer, found.layer) == ("dtype", dtypes, "float16", "layers.0")
+    assert producer.name in found.effect or "packed.scales" in found.effect
+    assert "leave dtype out" in found.remedy
 
 
 def assumed(held: Tables, wish: str) -> str:
