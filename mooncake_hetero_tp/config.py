@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mooncake_hetero_tp.errors import ConfigError
+from mooncake_hetero_tp.types import Encoding
 
+MAX_DECLARED = 16
+"""Backends whose encoding an engine may declare; its peers are told all of them."""
 _WHERE = "kv_transfer_config.kv_connector_extra_config"
 
 
@@ -58,7 +61,7 @@ class _Setting:
         """What a legal value looks like, for an error message."""
         if self.choices:
             return " or ".join(repr(choice) for choice in self.choices)
-        words = {str: "a string", int: "an integer", float: "a number"}[self.kind]
+        words = {str: "a string", int: "an integer", float: "a number", dict: "a mapping"}[self.kind]
         if math.isinf(self.low) and math.isinf(self.high):
             return words
         return f"{words} from {self.low:.10g} to {self.high:.10g}"  # not 1.04858e+06
@@ -125,6 +128,12 @@ SETTINGS: tuple[_Setting, ...] = (
         high=1024,
         meaning="GPU multiprocessors that one packing or unpacking kernel may occupy; 0: all",
     ),
+    _Setting(
+        name="backend_encodings",
+        kind=dict,
+        default={},
+        meaning="page formats of attention backends that this package does not know, by the backends' names",
+    ),
 )
 """Every setting that exists; anything else is an error."""
 
@@ -143,6 +152,7 @@ class HeteroTPConfig:
     staging_mib: int
     staging_slot_mib: int
     staging_max_sms: int
+    backend_encodings: Mapping[str, Encoding]
     environment: Environment
 
     @classmethod
@@ -161,6 +171,7 @@ class HeteroTPConfig:
         _check_environment(environment)
         values = {setting.name: _checked(setting, given) for setting in SETTINGS}
         values["bootstrap_server_address"] = _address(values["bootstrap_server_address"])
+        values["backend_encodings"] = _encodings(values["backend_encodings"])
         values["load_deadline_s"] = _deadline(values["load_deadline_s"], environment)
         return _build(values, environment)
 
@@ -248,6 +259,36 @@ def _deadline(value: object, environment: Environment) -> float:
             "the producer frees the blocks. Lower the one or raise the other on both sides."
         )
     return deadline_s
+
+
+def _encodings(value: object) -> Mapping[str, Encoding]:
+    given = value if isinstance(value, Mapping) else {}
+    if len(given) > MAX_DECLARED:
+        raise ConfigError(
+            f"{_WHERE}.backend_encodings: expected at most {MAX_DECLARED} backends, got {len(given)}. "
+            "Name only those that this engine or its peers use."
+        )
+    return {_backend_name(backend): _encoding(backend, name) for backend, name in given.items()}
+
+
+def _backend_name(backend: object) -> str:
+    if not isinstance(backend, str) or not re.fullmatch(r"[!-~]{1,128}", backend):
+        raise ConfigError(
+            f"{_WHERE}.backend_encodings: expected an attention backend's name (its get_name()), got {backend!r}. "
+            "vLLM logs the name, and so does a refused handshake, as opaque:<name>."
+        )
+    return backend
+
+
+def _encoding(backend: object, name: object) -> Encoding:
+    known = [encoding.value for encoding in Encoding]
+    if name not in known:
+        raise ConfigError(
+            f"{_WHERE}.backend_encodings.{backend}: expected {' or '.join(map(repr, known))}, got {name!r}. Declare "
+            "the order in which the backend writes a page, or remove the entry: whole pages then move between equal "
+            "backends only."
+        )
+    return Encoding(str(name))
 
 
 def _address(value: object) -> HostPort | None:

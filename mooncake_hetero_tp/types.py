@@ -56,6 +56,17 @@ class TokenRange(msgspec.Struct, frozen=True, order=True, array_like=True):
         return max(self.end - self.start, 0)
 
 
+class Encoding(StrEnum):
+    """What lies where in a head's page, of those orders that are known (`vllm_adapter/encodings.py`)."""
+
+    PACKED = "packed"
+    """One row a token: K, then V."""
+    HALVES = "halves.transposed_k"
+    """K of all tokens as `[D][N]`, then V as `[N][D]`."""
+    LATENT = "latent"
+    """MLA: one latent row a token, the same on every TP rank."""
+
+
 class Severity(StrEnum):
     """How a difference between two sides matters."""
 

@@ -195,6 +195,7 @@ def _check_table(what: str, table: RankTable) -> None:
         ("buffers", len(table.buffers), MAX_BUFFERS),
         ("model fields", len(table.model), MAX_FIELDS),
         ("draft layers", len(table.draft_layers), MAX_REGIONS),
+        ("declared encodings", len(table.declared_encodings), MAX_FIELDS),
     )
     for name, count, limit in counts:
         if count > limit:

@@ -44,6 +44,7 @@ def compare(producer: RankTable, consumer: RankTable) -> tuple[Mismatch, ...]:
         *_compare_models(producer, consumer),
         *(difference for rule in TABLE_RULES for difference in rule.check(producer, consumer)),
         *(difference for rule in ONE_RANK_RULES for difference in rule.check_one(producer, consumer)),
+        *_compare_declarations(producer, consumer),
         *_compare_groups(producer, consumer, pairs),
         *_compare_names(producer, consumer),
         *_missing_layers(producer, consumer),
@@ -150,6 +151,12 @@ OPAQUE_CUT = Words(
 )
 
 
+def _declared(backend: str) -> Words:
+    effect = "one backend writes its pages in one way, so one of the two declarations is wrong"
+    remedy = f"declare {backend} alike, and as it is, on both engines"
+    return Words(f"backend_encodings.{backend}", Severity.REFUSE, effect, remedy)
+
+
 def _fragments(run_bytes: int, token_major: Sequence[str]) -> Words:
     head_major = f"use a head-major layout instead of {' and '.join(token_major)} (VLLM_KV_CACHE_LAYOUT)"
     larger = "use larger, equal blocks on both engines"
@@ -171,6 +178,14 @@ def _compare_models(producer: RankTable, consumer: RankTable) -> Iterator[Mismat
             effect = "the two engines do not run the same model in the same way"
             remedy = f"start both engines with the same model and the same {name}"
             yield Words(f"model.{name}", Severity.REFUSE, effect, remedy).mismatch(ours, theirs)
+
+
+def _compare_declarations(producer: RankTable, consumer: RankTable) -> Iterator[Mismatch]:
+    """Two declarations of one backend. Of a backend that one side declares the other may have no layer."""
+    for backend in sorted(producer.declared_encodings.keys() & consumer.declared_encodings.keys()):
+        ours, theirs = producer.declared_encodings[backend], consumer.declared_encodings[backend]
+        if ours != theirs:
+            yield _declared(backend).mismatch(ours, theirs)
 
 
 def _compare_groups(producer: RankTable, consumer: RankTable, pairs: Sequence[RegionPair]) -> Iterator[Mismatch]:

@@ -127,6 +127,8 @@ class RankTable(msgspec.Struct, frozen=True):
     draft_layers: tuple[str, ...] = ()
     """Layers of a draft model, which may be on one side only: they are then not loaded, and drafts start badly.
     Any other layer that one side lacks is refused."""
+    declared_encodings: dict[str, str] = {}
+    """Encodings that the operator declared (attention backend -> encoding); of one backend both sides say the same."""
 
 
 class UnitCut(msgspec.Struct, frozen=True, order=True):

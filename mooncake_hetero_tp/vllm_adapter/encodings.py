@@ -14,14 +14,19 @@ the backend's own name, and is tested against the backends themselves (tests/int
     opaque:FLASHINFER.nvfp4 FLASHINFER with NVFP4               data and scales apart (`scales.py`): whole pages of heads
     opaque:<backend>        everything else                     unknown: whole kernel pages only
 
-An encoding that is not in the table is opaque, never guessed: CPU_ATTN with isa amx (VNNI tiles), ROCM_ATTN and
+A backend that is not in the table may be declared by the operator (setting `backend_encodings`). Anything else is
+opaque, never guessed: CPU_ATTN with isa amx (VNNI tiles), ROCM_ATTN and
 ROCM_AITER_FA with shuffled pages (two slots whose K is packed 16 bytes deep), TurboQuant and its like, indexers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from mooncake_hetero_tp.core.regions import Axis
 from mooncake_hetero_tp.errors import ConfigError
+from mooncake_hetero_tp.types import Encoding
 from mooncake_hetero_tp.vllm_adapter.components import Component, LayerFacts, PageView
 from mooncake_hetero_tp.vllm_adapter.scales import NVFP4, has_inline_scales, has_side_scales, inline_scales, side_scales
 
@@ -44,31 +49,84 @@ LATENT = frozenset({"CPU_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLA
 PLANES = frozenset({"B12X"})
 """Backends that take K and V from two slots with `kv_cache.unbind(1)` and find heads in C (`unflatten`)."""
 SLOTS = "slots"
+CPU_ATTN = "CPU_ATTN"
 _CPU_ROW_ISAS = frozenset({"vec", "vec16"})
 _OPAQUE = "opaque"
+_NOTHING_DECLARED: Mapping[str, Encoding] = MappingProxyType({})
 
 
-def encode(facts: LayerFacts, view: PageView) -> tuple[str, tuple[Component, ...]]:
+def encode(
+    facts: LayerFacts, view: PageView, declared: Mapping[str, Encoding] = _NOTHING_DECLARED
+) -> tuple[str, tuple[Component, ...]]:
     """Name the encoding of a layer and the components that one page holds.
 
+    Args:
+        facts: what vLLM says of the layer.
+        view: where its pages' heads and tokens are.
+        declared: encodings of backends that are not in the table, as the operator declared them.
+
     Raises:
-        ConfigError: the page cannot be described even as a whole; names the layer and the backend.
+        ConfigError: the page cannot be described even as a whole, or is not what its backend is declared to write;
+            names the layer and the backend.
     """
+    encoding = declared.get(facts.backend)
+    if encoding is None:
+        return _by_table(facts, view)
+    if reason := _why_not(encoding, facts, view):
+        raise ConfigError(
+            f"{facts.layer}: backend_encodings declares {facts.backend} as {encoding.value!r}, but {reason}; "
+            f"remove {facts.backend} from backend_encodings on both engines"
+        )
+    return encoding.value, _components(encoding, facts, view)
+
+
+def _by_table(facts: LayerFacts, view: PageView) -> tuple[str, tuple[Component, ...]]:
     if has_inline_scales(facts, view):
         return "packed.scales", inline_scales(facts, view)
     if has_side_scales(facts, view):
         return f"{_opaque_name(facts)}.{NVFP4}", side_scales(facts, view)
     if _has_planes(facts, view):
         return SLOTS, _planes(facts, view)
-    if not _plain(facts, view):
+    encoding = _known(facts, view)
+    if encoding is None:
         return _opaque_name(facts), _opaque(facts, view)
-    if facts.latent and facts.backend in LATENT:
-        return "latent", (_latent(facts, view),)
-    if not facts.latent and facts.backend in PACKED:
-        return "packed", _packed(facts, view)
-    if not facts.latent and _is_halved(facts, view):
-        return "halves.transposed_k", _halves(facts, view)
-    return _opaque_name(facts), _opaque(facts, view)
+    return encoding.value, _components(encoding, facts, view)
+
+
+def _known(facts: LayerFacts, view: PageView) -> Encoding | None:
+    """The encoding of one slot per KV head by the table; None: it is not in there, or the page holds something else."""
+    if not _plain(facts, view):
+        return None
+    if facts.latent:
+        return Encoding.LATENT if facts.backend in LATENT else None
+    if facts.backend in PACKED:
+        return Encoding.PACKED
+    halved = facts.backend == CPU_ATTN and facts.isa in _CPU_ROW_ISAS and _can_be_halved(facts, view)
+    return Encoding.HALVES if halved else None
+
+
+def _components(encoding: Encoding, facts: LayerFacts, view: PageView) -> tuple[Component, ...]:
+    if encoding is Encoding.LATENT:
+        return (_latent(facts, view),)
+    return _packed(facts, view) if encoding is Encoding.PACKED else _halves(facts, view)
+
+
+def _why_not(encoding: Encoding, facts: LayerFacts, view: PageView) -> str | None:
+    """Why a page of this layer cannot be in a declared encoding; None: it can."""
+    if facts.backend in PACKED | LATENT | PLANES | {CPU_ATTN}:
+        name, _ = _by_table(facts, view)
+        return None if name == encoding.value else f"this package knows its pages as {name!r}"
+    if facts.latent != (encoding is Encoding.LATENT):
+        return f"the layer's cache holds {'one latent row a token (MLA)' if facts.latent else 'K and V of each head'}"
+    if not _plain(facts, view):
+        wanted = (facts.head_size + facts.head_size_v) * facts.item_bytes
+        return (
+            f"expected {facts.kv_heads} heads of {wanted} unscaled bytes a token, got {view.heads} slots of "
+            f"{view.content_bytes} bytes"
+        )
+    if encoding is Encoding.HALVES and not _can_be_halved(facts, view):
+        return f"halves need K and V of equal width and a head's tokens together, got {view}"
+    return None
 
 
 def _plain(facts: LayerFacts, view: PageView) -> bool:
@@ -127,11 +185,9 @@ def _planes(facts: LayerFacts, view: PageView) -> tuple[Component, ...]:
     )
 
 
-def _is_halved(facts: LayerFacts, view: PageView) -> bool:
+def _can_be_halved(facts: LayerFacts, view: PageView) -> bool:
     """CPU_ATTN views a head's page as `[2 * N, D]` and chunks it; that needs D == D_v and dense rows."""
-    dense = view.token_stride == view.content_bytes
-    equal = facts.head_size == facts.head_size_v
-    return facts.backend == "CPU_ATTN" and facts.isa in _CPU_ROW_ISAS and equal and dense
+    return facts.head_size == facts.head_size_v and view.token_stride == view.content_bytes
 
 
 def _halves(facts: LayerFacts, view: PageView) -> tuple[Component, ...]:

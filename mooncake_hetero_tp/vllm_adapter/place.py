@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mooncake_hetero_tp.errors import ConfigError
+from mooncake_hetero_tp.types import Encoding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +27,8 @@ class Engine:
     kv_cache_config: Any
     """The one the connector was given; the model runner's copy has KV-sharing aliases added."""
     place: Place
+    backend_encodings: Mapping[str, Encoding] = field(default_factory=dict)
+    """The setting: encodings that the operator declared, by backend."""
 
 
 def module_of(engine: Engine, name: str) -> Any:

@@ -80,6 +80,7 @@ def build_table(engine: Engine, kv_caches: Mapping[str, torch.Tensor]) -> RankTa
         dcp_size=_context_size(engine, "decode_context_parallel_size"),
         pcp_size=_context_size(engine, "prefill_context_parallel_size"),
         draft_layers=draft_layers(engine, dict.fromkeys(region.layer for region in regions)),
+        declared_encodings={backend: encoding.value for backend, encoding in engine.backend_encodings.items()},
     )
 
 
@@ -162,7 +163,7 @@ def _probe_layer(engine: Engine, index: int, spec: Any, name: str, view: torch.T
         return _Layer(name, index, int(spec.block_size), state_regions(state, index, view))
     tokens = _kernel_tokens(engine, name, spec, view)
     facts = _layer_facts(engine, name, spec, view)
-    encoding, components = encode(facts, _page_view(name, view))
+    encoding, components = encode(facts, _page_view(name, view), engine.backend_encodings)
     spans = _spans(engine, facts, spec)
     regions = tuple(
         Region(

@@ -90,6 +90,7 @@ class WorkerSide:
                 tp_rank=self._rank.tp,
                 pp_size=self._vllm_config.parallel_config.pipeline_parallel_size,
             ),
+            backend_encodings=self._config.backend_encodings,
         )
         table = build_table(probe, kv_caches)
         views = [self._views[name] for name in dict.fromkeys(region.layer for region in table.regions)]

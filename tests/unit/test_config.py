@@ -6,6 +6,7 @@ import pytest
 
 from mooncake_hetero_tp.config import SETTINGS, Environment, HeteroTPConfig, HostPort
 from mooncake_hetero_tp.errors import ConfigError
+from mooncake_hetero_tp.types import Encoding
 
 
 def test_defaults_are_those_of_vllms_own_connector() -> None:
@@ -146,3 +147,25 @@ def test_no_staging_memory_is_legal_where_nothing_needs_it() -> None:
 def test_a_bound_is_written_out() -> None:
     with pytest.raises(ConfigError, match="an integer from 0 to 1048576, got -1"):
         HeteroTPConfig.from_extra_config({"staging_mib": -1})
+
+
+def test_encodings_of_backends_are_declared_by_name() -> None:
+    config = HeteroTPConfig.from_extra_config({"backend_encodings": {"OURS": "packed", "OURS_MLA": "latent"}})
+    assert config.backend_encodings == {"OURS": Encoding.PACKED, "OURS_MLA": Encoding.LATENT}
+    assert HeteroTPConfig.from_extra_config({}).backend_encodings == {}
+
+
+@pytest.mark.parametrize(
+    "value,words",
+    [
+        ("packed", "backend_encodings: expected a mapping, got 'packed'"),
+        ({"OURS": "dense"}, r"backend_encodings.OURS: expected 'packed' or .*, got 'dense'"),
+        ({"OURS": ["packed"]}, r"backend_encodings.OURS: expected 'packed' or .*, got \['packed'\]"),
+        ({"": "packed"}, "expected an attention backend's name .*, got ''"),
+        ({7: "packed"}, "expected an attention backend's name .*, got 7"),
+        ({f"OURS{number}": "packed" for number in range(17)}, "expected at most 16 backends, got 17"),
+    ],
+)
+def test_wrong_declarations_of_encodings_are_refused(value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        HeteroTPConfig.from_extra_config({"backend_encodings": value})

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from mooncake_hetero_tp.core.comparison import compare
+from mooncake_hetero_tp.core.regions import RankTable
 from mooncake_hetero_tp.types import Severity
 from tests.tables import DST, Dense
 
@@ -32,3 +33,24 @@ def test_tables_of_peers_that_do_not_say_it_have_one_rank() -> None:
     for field in FIELDS:
         del said[field]
     assert msgspec.convert(said, type(Dense(heads=2).table())) == Dense(heads=2).table()
+
+
+def declared(**encodings: str) -> RankTable:
+    return msgspec.structs.replace(Dense(heads=2).table(), declared_encodings=encodings)
+
+
+def test_unlike_declarations_of_one_backend_are_refused() -> None:
+    (found,) = compare(declared(OURS="packed", A="packed"), declared(OURS="halves.transposed_k", B="latent"))
+    assert (found.field, found.severity) == ("backend_encodings.OURS", Severity.REFUSE)
+    assert (found.producer, found.consumer) == ("packed", "halves.transposed_k")
+    assert "alike" in found.remedy
+
+
+def test_a_backend_that_one_side_declares_needs_no_declaration_on_the_other() -> None:
+    assert compare(declared(OURS="packed"), declared()) == ()
+
+
+def test_tables_of_peers_that_declare_nothing() -> None:
+    said = msgspec.to_builtins(declared())
+    del said["declared_encodings"]
+    assert msgspec.convert(said, RankTable) == declared()

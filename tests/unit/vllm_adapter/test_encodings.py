@@ -9,6 +9,7 @@ import pytest
 
 from mooncake_hetero_tp.core.regions import Axis
 from mooncake_hetero_tp.errors import ConfigError
+from mooncake_hetero_tp.types import Encoding
 from mooncake_hetero_tp.vllm_adapter.components import Component, LayerFacts, PageView
 from mooncake_hetero_tp.vllm_adapter.encodings import LATENT, PACKED, encode
 
@@ -147,3 +148,56 @@ def test_odd_content_is_counted_in_bytes() -> None:
     """Inline scales make C no multiple of the item size."""
     _, (part,) = encode(replace(FACTS, own_content=True), replace(DENSE, content_bytes=13))
     assert (part.channel, part.item_bytes) == (Axis(13, 1), 1)
+
+
+OURS = replace(FACTS, backend="OURS")
+
+
+@pytest.mark.parametrize(
+    "encoding,like", [(Encoding.PACKED, FACTS), (Encoding.HALVES, replace(FACTS, backend="CPU_ATTN", isa="vec"))]
+)
+def test_a_declared_backend_is_laid_out_as_a_known_one(encoding: Encoding, like: LayerFacts) -> None:
+    assert encode(OURS, DENSE, {"OURS": encoding}) == encode(like, DENSE)
+    assert encode(OURS, DENSE, {"OTHERS": encoding})[0] == "opaque:OURS"
+
+
+def test_declared_latents_are_one_unit() -> None:
+    latent = replace(FACTS, latent=True, kv_heads=1, head_size=6, head_size_v=0)
+    view = replace(DENSE, heads=1)
+    known = encode(replace(latent, backend="FLASHMLA"), view)
+    assert encode(replace(latent, backend="OURS"), view, {"OURS": Encoding.LATENT}) == known
+
+
+@pytest.mark.parametrize(
+    "facts,view,encoding,words",
+    [
+        (FACTS, DENSE, Encoding.HALVES, "knows its pages as 'packed'"),
+        (
+            replace(FACTS, backend="CPU_ATTN", isa="amx"),
+            DENSE,
+            Encoding.PACKED,
+            "knows its pages as 'opaque:CPU_ATTN.amx'",
+        ),
+        (replace(FACTS, backend="B12X", own_slots=True), DENSE, Encoding.PACKED, "knows its pages as 'slots'"),
+        (OURS, DENSE, Encoding.LATENT, "holds K and V of each head"),
+        (replace(OURS, latent=True), DENSE, Encoding.PACKED, "holds one latent row a token"),
+        (
+            OURS,
+            replace(DENSE, content_bytes=16),
+            Encoding.PACKED,
+            "2 heads of 12 unscaled bytes .* 2 slots of 16 bytes",
+        ),
+        (replace(OURS, own_slots=True), DENSE, Encoding.PACKED, "expected 2 heads"),
+        (OURS, replace(DENSE, token_stride=24, head_stride=12), Encoding.HALVES, "a head's tokens together"),
+    ],
+)
+def test_a_declaration_that_cannot_be_true_is_refused(
+    facts: LayerFacts, view: PageView, encoding: Encoding, words: str
+) -> None:
+    declared = {facts.backend: encoding}
+    with pytest.raises(ConfigError, match=rf"layers.0.attn: backend_encodings declares {facts.backend} .*{words}"):
+        encode(facts, view, declared)
+
+
+def test_declaring_what_is_known_anyway_changes_nothing() -> None:
+    assert encode(FACTS, DENSE, {"FLASH_ATTN": Encoding.PACKED}) == encode(FACTS, DENSE)

@@ -13,6 +13,7 @@ from mooncake_hetero_tp.core.layout import VLLM_LAYOUTS, KVLayout
 from mooncake_hetero_tp.core.regions import Group, RankTable, Region, Span
 from mooncake_hetero_tp.core.tables import validate_table
 from mooncake_hetero_tp.errors import ConfigError
+from mooncake_hetero_tp.types import Encoding
 from mooncake_hetero_tp.vllm_adapter.probe import build_table, model_fingerprint
 from tests.unit.vllm_adapter.doubles import Model, attention_module
 
@@ -255,3 +256,25 @@ def test_context_parallel_sizes_are_stated() -> None:
     engine.vllm_config.parallel_config.prefill_context_parallel_size = 2
     table = build_table(engine, model.allocate(config))
     assert (table.dcp_size, table.pcp_size) == (4, 2)
+
+
+@pytest.mark.parametrize("layout", VLLM_LAYOUTS)
+def test_a_declared_backend_is_addressed_in_every_layout_and_stated(layout: str) -> None:
+    model = Model(layout=layout, backend="OURS")
+    config = model.cache_config()
+    views = model.allocate(config)
+    engine = replace(model.engine(config), backend_encodings={"OURS": Encoding.PACKED})
+    table = build_table(engine, views)
+    validate_table(table)
+    assert table.declared_encodings == {"OURS": "packed"}
+    assert {region.encoding for region in table.regions} == {"packed"}
+    for region in table.regions:
+        view = views[region.layer]
+        view.copy_(torch.arange(view.numel(), dtype=view.dtype).reshape(view.shape))
+        assert torch.equal(read(region, view), view[..., :8] if region.component == "k" else view[..., 8:])
+
+
+def test_a_backend_nobody_declared_is_opaque() -> None:
+    table, _ = table_of(Model(backend="OURS"))
+    assert table.declared_encodings == {}
+    assert {region.encoding for region in table.regions} == {"opaque:OURS"}

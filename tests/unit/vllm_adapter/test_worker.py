@@ -267,3 +267,9 @@ def test_ranks_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     stub.parallel_config.data_parallel_index = 5
     assert own_rank(stub, SETTINGS) == Rank(dp=5, pp=1, tp=3)
     assert published_host() == "10.0.0.5"
+
+
+def test_declared_encodings_reach_the_table() -> None:
+    settings = HeteroTPConfig.from_extra_config({"backend_encodings": {"OURS": "packed"}})
+    _, runtime = make_worker(settings=settings)
+    assert runtime.table.declared_encodings == {"OURS": "packed"}
