@@ -173,7 +173,7 @@ def test_a_refused_decoder_reads_the_table_that_the_engine_logs(engine: Engine, 
     first, _, table = logged.partition("\n")
     assert first.startswith("refused consumer decode[")
     assert table.startswith("[refuse] ")
-    assert "set the same --dtype and --kv-cache-dtype on both sides" in table
+    assert "set the same --dtype and --kv-cache-dtype (of states" in table
     assert f"\nrefused\n{table}\n" in text
 
 
