@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_hetero_tp.core.copies import ByteMap, Int64, StridedCopy, join_sorted, outer_sum, split_at
+from mooncake_hetero_tp.core.copies import ByteMap, Int64, StridedCopy, join_sorted, outer_sum, split_at, steps
 from mooncake_hetero_tp.core.pages import Blocks, PageKind, consumer_pages, page_runs, producer_pages, range_of
 from mooncake_hetero_tp.core.pairing import CopyClass, PairPlan, Side
 from mooncake_hetero_tp.core.regions import RankTable, Region
@@ -127,6 +127,9 @@ def _bind_class(members: CopyClass, runs: PageRuns) -> Iterator[ByteMap]:
     src, dst = members.geometry.src, members.geometry.dst
     sources = runs.src_page * src.block_stride + runs.src_token * src.token_stride
     targets = runs.dst_page * dst.block_stride + runs.dst_token * dst.token_stride
+    if members.spacing is not None:  # the template has the members: one origin on each side
+        sources += members.src_bases[0]
+        targets += members.dst_bases[0]
     for count, chosen in _by_count(runs):
         pages = _Steps(sources[chosen], targets[chosen], dst.block_stride)
         for copy in members.template(count):
@@ -152,19 +155,19 @@ class _Steps:
 
 
 def _bind_copy(members: CopyClass, copy: StridedCopy, pages: _Steps) -> ByteMap:
-    axes = [pages, _member_axis(members)]
-    for loop in copy.loops:
-        steps = np.arange(loop.count, dtype=np.int64)
-        axes.append(_Steps(steps * loop.src_stride, steps * loop.dst_stride, loop.dst_stride))
+    axes = [pages]
+    if members.spacing is None:
+        axes.append(_member_axis(members))
+    axes += [_Steps(steps(n.count, n.src_stride), steps(n.count, n.dst_stride), n.dst_stride) for n in copy.loops]
     axes.sort(key=lambda axis: -axis.spacing)
-    src = outer_sum([axis.src for axis in axes]) + copy.src_offset
-    dst = outer_sum([axis.dst for axis in axes]) + copy.dst_offset
+    src = outer_sum([axis.src for axis in axes], copy.src_offset)
+    dst = outer_sum([axis.dst for axis in axes], copy.dst_offset)
     return ByteMap(src, dst, np.full(dst.size, copy.run_bytes, np.int64))
 
 
 def _member_axis(members: CopyClass) -> _Steps:
     src, dst = members.origins
-    return _Steps(src, dst, int((dst[1:] - dst[:-1]).min()) if dst.size > 1 else 0)
+    return _Steps(src, dst, int((dst[1:] - dst[:-1]).min()))
 
 
 def _page_runs(
@@ -177,6 +180,8 @@ def _page_runs(
     runs = page_runs(kind, ranges)
     src_page = producer_pages(runs.producer_page, producer_blocks, kind.src, null_block)
     dst_page = consumer_pages(runs.consumer_page, consumer_blocks, kind.dst, null_block)
+    if runs.count.size < 2:
+        return PageRuns(src_page, runs.producer_offset, dst_page, runs.consumer_offset, runs.count)
     order = np.lexsort((runs.consumer_offset, dst_page))
     return PageRuns(
         src_page[order], runs.producer_offset[order], dst_page[order], runs.consumer_offset[order], runs.count[order]

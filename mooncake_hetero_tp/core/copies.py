@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,8 +20,7 @@ from mooncake_hetero_tp.errors import PlanError
 Int64 = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
+class Loop(msgspec.Struct, frozen=True):
     """`count` repetitions, `src_stride` and `dst_stride` bytes apart."""
 
     count: int
@@ -28,8 +28,7 @@ class Loop:
     dst_stride: int
 
 
-@dataclass(frozen=True, slots=True)
-class StridedCopy:
+class StridedCopy(msgspec.Struct, frozen=True):
     """Runs of `run_bytes` at every combination of the loops (outermost first, by destination stride)."""
 
     src_offset: int
@@ -93,16 +92,22 @@ class ByteMap:
 
     def same_as(self, other: ByteMap) -> bool:
         """Equality of canonical maps."""
-        return (
-            np.array_equal(self.src, other.src)
-            and np.array_equal(self.dst, other.dst)
-            and np.array_equal(self.length, other.length)
-        )
+        if self.dst.size != other.dst.size:
+            return False
+        columns = ((self.src, other.src), (self.dst, other.dst), (self.length, other.length))
+        return all((ours == theirs).all() for ours, theirs in columns)
 
 
-def outer_sum(vectors: Sequence[Int64]) -> Int64:
-    """All sums of one element of each vector, the last vector running fastest; flat, int64."""
-    total = vectors[-1]
+def steps(count: int, stride: int) -> Int64:
+    """`count` offsets, `stride` apart, from 0."""
+    return np.arange(count, dtype=np.int64) * stride
+
+
+def outer_sum(vectors: Sequence[Int64], origin: int = 0) -> Int64:
+    """`origin` plus all sums of one element of each vector, the last vector running fastest; flat, int64."""
+    if not vectors:
+        return np.array([origin], np.int64)
+    total = vectors[-1] + origin
     for vector in reversed(vectors[:-1]):
         total = np.add.outer(vector, total).ravel()
     return total
@@ -116,13 +121,9 @@ def expand(copies: Iterable[StridedCopy]) -> ByteMap:
     """
     src, dst, length = [], [], []
     for copy in copies:
-        steps = [np.arange(loop.count, dtype=np.int64) for loop in copy.loops]
-        one = np.zeros(1, np.int64)
-        sources = outer_sum([*(s * loop.src_stride for s, loop in zip(steps, copy.loops, strict=True)), one])
-        targets = outer_sum([*(s * loop.dst_stride for s, loop in zip(steps, copy.loops, strict=True)), one])
-        src.append(sources + copy.src_offset)
-        dst.append(targets + copy.dst_offset)
-        length.append(np.full(sources.size, copy.run_bytes, np.int64))
+        src.append(outer_sum([steps(loop.count, loop.src_stride) for loop in copy.loops], copy.src_offset))
+        dst.append(outer_sum([steps(loop.count, loop.dst_stride) for loop in copy.loops], copy.dst_offset))
+        length.append(np.full(src[-1].size, copy.run_bytes, np.int64))
     if not src:
         empty = np.empty(0, np.int64)
         return ByteMap(empty, empty, empty)

@@ -7,10 +7,11 @@ side each. Both executors take their ids from here, so that no check is made in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from mooncake_hetero_tp.core.copies import Int64
 from mooncake_hetero_tp.core.pairing import Geometry, Side
@@ -22,8 +23,7 @@ Blocks = npt.NDArray[np.integer]
 """Logical block ids of one group, any integer type; position i is page i of the request."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageKind:
+class PageKind(msgspec.Struct, frozen=True):
     """What decides the runs of a class of copies, whatever its strides: classes of one kind share them."""
 
     src: Side
@@ -114,6 +114,8 @@ def consumer_pages(pages: Int64, blocks: Sequence[Blocks], side: Side, null_bloc
     """
     own = _list_of(blocks, side, "consumer")
     ids = _page_ids(pages, own, side, "consumer", null_block)
+    if pages.size < 2:
+        return ids
     touched = np.unique(pages // side.group.kernel_pages)
     if np.unique(own[touched]).size != touched.size:
         where = f"consumer group {side.group.index}"

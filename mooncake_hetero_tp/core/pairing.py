@@ -10,8 +10,9 @@ when it is made.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -26,6 +27,7 @@ from mooncake_hetero_tp.core.copies import (
     concatenate,
     expand,
     outer_sum,
+    steps,
     strided_copy,
 )
 from mooncake_hetero_tp.core.regions import Buffer, Group, RankTable, Region, UnitCut
@@ -55,8 +57,7 @@ class RegionPair(msgspec.Struct, frozen=True):
         return self.units * self.consumer.channel.count * self.consumer.item_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """One unit cut of one component, relative to its member's bases (page 0, token 0)."""
 
     src_offset: int
@@ -66,8 +67,7 @@ class Part:
     item_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(msgspec.Struct, frozen=True):
     """What all members of a class have in common on one side."""
 
     group: Group
@@ -77,8 +77,7 @@ class Side:
     num_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(msgspec.Struct, frozen=True):
     """What makes pairs members of one class: everything but base addresses."""
 
     src: Side
@@ -93,9 +92,9 @@ class Geometry:
 
 
 class Templates(NamedTuple):
-    """Copies of a run by its count of tokens, of all members and of one; filled as counts turn up."""
+    """Copies of a run of so many tokens, of all members (by their spacing) and of one; filled as counts turn up."""
 
-    whole: dict[int, tuple[StridedCopy, ...]]
+    whole: dict[tuple[Loop | None, int], tuple[StridedCopy, ...]]
     member: dict[int, tuple[StridedCopy, ...]]
 
 
@@ -117,11 +116,14 @@ class CopyClass:
     @cached_property
     def spacing(self) -> Loop | None:
         """The members as a loop, where they are evenly spaced on both sides (layers of one allocation)."""
-        bases = self.src_bases, self.dst_bases
-        first = [int(side[1] - side[0]) if side.size > 1 else 0 for side in bases]
-        if any((side[1:] - side[:-1] != step).any() for side, step in zip(bases, first, strict=True)):
-            return None
-        return Loop(self.src_bases.size, *first)
+        src, dst = self.src_bases.tolist(), self.dst_bases.tolist()
+        if len(src) == 1:
+            return Loop(1, 0, 0)
+        strides = src[1] - src[0], dst[1] - dst[0]
+        for bases, step in zip((src, dst), strides, strict=True):
+            if any(after - before != step for before, after in pairwise(bases)):
+                return None
+        return Loop(len(src), *strides)
 
     @cached_property
     def origins(self) -> tuple[Int64, Int64]:
@@ -138,11 +140,11 @@ class CopyClass:
         Raises:
             PlanError: the copies are not exactly the elements of the regions.
         """
-        known = self.templates.whole.get(count)
+        known = self.templates.whole.get((self.spacing, count))
         if known is None:
             known = concatenate(self._copies(count, self.spacing or Loop(1, 0, 0)))
             self._check(known, count)
-            self.templates.whole[count] = known
+            self.templates.whole[self.spacing, count] = known
         return known
 
     def member_template(self, count: int) -> tuple[StridedCopy, ...]:
@@ -207,15 +209,11 @@ def pair_elements(pair: RegionPair, cut: UnitCut, src_tokens: range, dst_tokens:
     item = target.item_bytes
     while axes and axes[-1].src_stride == axes[-1].dst_stride == item:
         item *= axes.pop().count
-    src = outer_sum([_steps(axis.count, axis.src_stride) for axis in axes] or [_steps(1, 0)])
-    dst = outer_sum([_steps(axis.count, axis.dst_stride) for axis in axes] or [_steps(1, 0)])
-    src += source.base + cut.producer_local * source.unit.stride + src_tokens.start * source.token.stride
-    dst += target.base + cut.consumer_local * target.unit.stride + dst_tokens.start * target.token.stride
+    src_first = source.base + cut.producer_local * source.unit.stride + src_tokens.start * source.token.stride
+    dst_first = target.base + cut.consumer_local * target.unit.stride + dst_tokens.start * target.token.stride
+    src = outer_sum([steps(axis.count, axis.src_stride) for axis in axes], src_first)
+    dst = outer_sum([steps(axis.count, axis.dst_stride) for axis in axes], dst_first)
     return ByteMap(src, dst, np.full(src.size, item, np.int64))
-
-
-def _steps(count: int, stride: int) -> Int64:
-    return np.arange(count, dtype=np.int64) * stride
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,15 +352,14 @@ def _copy_class(
     ordered = tuple(sorted(members, key=lambda member: member[0].consumer.base))
     first = ordered[0][0]
     geometry = _geometry(_side(first.producer, producer), _side(first.consumer, consumer), ordered[0])
-    made = CopyClass(
+    tokens = geometry.src.token_stride, geometry.dst.token_stride
+    return CopyClass(
         geometry=geometry,
         members=ordered,
         src_bases=np.array([member[0].producer.base for member in ordered], np.int64),
         dst_bases=np.array([member[0].consumer.base for member in ordered], np.int64),
+        templates=templates.setdefault((tokens, geometry.parts), Templates({}, {})),
     )
-    steps = geometry.src.token_stride, geometry.dst.token_stride
-    known = templates.setdefault((steps, geometry.parts, made.spacing), made.templates)
-    return made if known is made.templates else replace(made, templates=known)
 
 
 def seams(buffers: Iterable[Buffer]) -> Int64:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from mooncake_hetero_tp.core.pages import PageKind, consumer_pages, page_runs, producer_pages
 from mooncake_hetero_tp.core.pairing import PairPlan, Side

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -75,8 +76,9 @@ def test_templates_of_head_major_and_token_major_pages() -> None:
 def test_a_template_that_is_not_the_regions_elements_is_refused() -> None:
     (members,) = _plan(Dense(heads=2).table(), Dense(heads=2, tp=2, base=DST).table()).classes
     part = members.geometry.parts[0]
-    off_by_one = replace(part, units=Loop(1, 0, 0), channels=Loop(2, 2, 1))
-    wrong = replace(members, geometry=replace(members.geometry, parts=(off_by_one, *members.geometry.parts[1:])))
+    off_by_one = msgspec.structs.replace(part, units=Loop(1, 0, 0), channels=Loop(2, 2, 1))
+    parts = off_by_one, *members.geometry.parts[1:]
+    wrong = replace(members, geometry=msgspec.structs.replace(members.geometry, parts=parts))
     with pytest.raises(PlanError, match=r"layers.0/k, layers.0/v: the copies of a run of 3 tokens"):
         replace(wrong, templates=Templates({}, {})).template(3)
 

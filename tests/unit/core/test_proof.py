@@ -88,33 +88,43 @@ def test_a_region_of_another_consumer(consumer: RankTable, plans: Plans) -> None
 
 def _wrong_part(geometry: Geometry) -> Geometry:
     first, *others = geometry.parts
-    return replace(geometry, parts=(replace(first, dst_offset=first.dst_offset + 1), *others))
+    return msgspec.structs.replace(
+        geometry, parts=(msgspec.structs.replace(first, dst_offset=first.dst_offset + 1), *others)
+    )
 
 
 def _wrong_source(geometry: Geometry) -> Geometry:
     first, *others = geometry.parts
-    return replace(geometry, parts=(replace(first, src_offset=first.src_offset + 1), *others))
+    return msgspec.structs.replace(
+        geometry, parts=(msgspec.structs.replace(first, src_offset=first.src_offset + 1), *others)
+    )
 
 
 def _missing_part(geometry: Geometry) -> Geometry:
-    return replace(geometry, parts=geometry.parts[1:])
+    return msgspec.structs.replace(geometry, parts=geometry.parts[1:])
 
 
 def _one_channel_more(geometry: Geometry) -> Geometry:
-    parts = [replace(part, channels=Loop(part.channels.count + 1, 1, 1)) for part in geometry.parts]
-    return replace(geometry, parts=tuple(parts[:1]))
+    parts = [msgspec.structs.replace(part, channels=Loop(part.channels.count + 1, 1, 1)) for part in geometry.parts]
+    return msgspec.structs.replace(geometry, parts=tuple(parts[:1]))
 
 
 def _into_the_padding(geometry: Geometry) -> Geometry:
-    return replace(geometry, dst=replace(geometry.dst, block_stride=geometry.dst.block_stride - 16))
+    return msgspec.structs.replace(
+        geometry, dst=msgspec.structs.replace(geometry.dst, block_stride=geometry.dst.block_stride - 16)
+    )
 
 
 def _wrong_source_pages(geometry: Geometry) -> Geometry:
-    return replace(geometry, src=replace(geometry.src, block_stride=geometry.src.block_stride + 1))
+    return msgspec.structs.replace(
+        geometry, src=msgspec.structs.replace(geometry.src, block_stride=geometry.src.block_stride + 1)
+    )
 
 
 def _wrong_token_stride(geometry: Geometry) -> Geometry:
-    return replace(geometry, dst=replace(geometry.dst, token_stride=geometry.dst.token_stride + 1))
+    return msgspec.structs.replace(
+        geometry, dst=msgspec.structs.replace(geometry.dst, token_stride=geometry.dst.token_stride + 1)
+    )
 
 
 def _wrong_bases(members: CopyClass) -> CopyClass:
