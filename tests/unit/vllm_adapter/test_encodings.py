@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from mooncake_hetero_tp.core.regions import Axis
 from mooncake_hetero_tp.errors import ConfigError
 from mooncake_hetero_tp.types import Encoding
 from mooncake_hetero_tp.vllm_adapter.components import Component, LayerFacts, PageView
-from mooncake_hetero_tp.vllm_adapter.encodings import LATENT, PACKED, encode
+from mooncake_hetero_tp.vllm_adapter.encodings import CPU_ATTN, LATENT, PACKED, PLANES, SLOTS, encode
 
 HEADS, TOKENS, WIDTH, ITEM = 2, 4, 3, 2
 DENSE = PageView(heads=HEADS, tokens=TOKENS, content_bytes=12, head_stride=48, token_stride=12)
@@ -201,3 +203,9 @@ def test_a_declaration_that_cannot_be_true_is_refused(
 
 def test_declaring_what_is_known_anyway_changes_nothing() -> None:
     assert encode(FACTS, DENSE, {"FLASH_ATTN": Encoding.PACKED}) == encode(FACTS, DENSE)
+
+
+def test_the_page_for_users_names_every_known_backend_and_encoding() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "cache_kinds.md").read_text()
+    named = set(re.findall(r"`([\w.]+)`", page))
+    assert PACKED | LATENT | PLANES | {CPU_ATTN, SLOTS, "packed.scales", *Encoding} <= named
