@@ -38,6 +38,18 @@ def whole(folder: Path, what: str, transfer_id: str, tp_size: int) -> Whole:
     return found
 
 
+def differing(folder: Path, transfer_id: str, producer_tp: int, consumer_tp: int) -> list[str]:
+    """Tensors of which consumer and producer do not hold the same bytes, or nothing at all."""
+    kept = whole(folder, "kept", transfer_id, producer_tp)
+    loaded = whole(folder, "loaded", transfer_id, consumer_tp)
+    assert kept.keys() == loaded.keys()
+    return [
+        f"{transfer_id}: {name}"
+        for name in kept
+        if not kept[name].any() or not torch.equal(kept[name].view(torch.uint8), loaded[name].view(torch.uint8))
+    ]
+
+
 def _projections(ranks: Sequence[torch.Tensor]) -> torch.Tensor:
     """`[rows, channels]`, each rank's channels being its queries, keys and values in turn."""
     shares = [width // len(ranks) for width in PROJECTIONS]

@@ -14,6 +14,7 @@ from guard import descendants
 
 SETTLE_S = 20.0
 KV_USAGE = "vllm:kv_cache_usage_perc"
+PREEMPTIONS = "vllm:num_preemptions_total"
 BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
@@ -59,6 +60,17 @@ def kv_state(url: str) -> dict[str, float]:
 def is_idle(url: str) -> bool:
     """No request runs or waits, and every KV block is free."""
     return not any(kv_state(url).values())
+
+
+def waits(url: str) -> bool:
+    """Whether one request waits and none runs."""
+    samples = counters(url)
+    return [samples[name] for name in BUSY] == [0, 1]
+
+
+def preemptions(url: str) -> float:
+    """How often a request was thrown out; counted when that request has its next token."""
+    return counters(url)[PREEMPTIONS]
 
 
 def is_open(port: int) -> bool:

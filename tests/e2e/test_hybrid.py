@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from client import Answer
 from deployment import CPU_ARGUMENTS, EngineConfig
 from tiny_model import TinyModel
 
 from tests.e2e.cluster import ROOT
-from tests.e2e.hybrid_caches import transfers, whole
+from tests.e2e.hybrid_caches import differing, transfers
 from tests.e2e.pair import Pair, ask, ask_alone, new_prompt, running_pair
 from tests.e2e.tiny_kinds import HYBRID
 from tests.e2e.witness import FOLDER_SETTING
@@ -107,7 +106,8 @@ def test_caches_are_those_of_the_producer_and_answers_go_on_from_them(hybrid: Hy
 
     loaded = transfers(hybrid.folder, "loaded") - before
     assert len(loaded) == sum(len(prompt) > 1 for prompt in hybrid.prompts)
-    assert [name for transfer_id in loaded for name in differing(hybrid, transfer_id, source, target)] == []
+    sizes = producer.tensor_parallel, consumer.tensor_parallel
+    assert [name for transfer_id in loaded for name in differing(hybrid.folder, transfer_id, *sizes)] == []
 
     alone, plain = hybrid.alone[target], agreeing(*hybrid.alone)
     lengths = agreeing(answers, alone)
@@ -115,18 +115,6 @@ def test_caches_are_those_of_the_producer_and_answers_go_on_from_them(hybrid: Hy
     assert sum(first) >= RIGHT_FIRST_TOKENS, lengths
     assert sum(lengths) >= sum(plain), (lengths, plain)
     assert hybrid.pair.leftovers() == []
-
-
-def differing(hybrid: Hybrid, transfer_id: str, source: int, target: int) -> list[str]:
-    """Tensors of which consumer and producer do not hold the same bytes, or nothing at all."""
-    kept = whole(hybrid.folder, "kept", transfer_id, hybrid.pair.engines[source].tensor_parallel)
-    loaded = whole(hybrid.folder, "loaded", transfer_id, hybrid.pair.engines[target].tensor_parallel)
-    assert kept.keys() == loaded.keys()
-    return [
-        f"{transfer_id}: {name}"
-        for name in kept
-        if not kept[name].any() or not torch.equal(kept[name].view(torch.uint8), loaded[name].view(torch.uint8))
-    ]
 
 
 def agreeing(ones: Sequence[Answer], others: Sequence[Answer]) -> list[int]:
