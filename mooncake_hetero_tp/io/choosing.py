@@ -1,7 +1,7 @@
 """Direct or staged, for each pull, by what was measured of the path to its producer rank.
 
-A path is measured when its first pull is about to begin: a few small and a few large reads of the peer's registered
-memory into the scratch space of our own ring. Every transfer refines it.
+A path is measured when its first pull is about to begin: a few reads in pieces as long as that pull's and a few large
+ones, of the peer's registered memory into the scratch space of our own ring. Every transfer refines it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from mooncake_hetero_tp.io.transfer import Deadline, ReadTally, TransferEngine
 
 logger = logging.getLogger(__name__)
 
-_SMALL_BYTES: Final = 256
-_SMALL_COUNT: Final = 64
+_MOST_PIECES: Final = 64
+_FEWEST_PIECES: Final = 4
+"""Longer pieces than a fourth of the scratch space are bound by their bytes."""
 _REMEMBERED: Final = 1024
-_TRIES: Final = 2
-"""The faster of so many: the first may meet a busy moment."""
+_TRIES: Final = 5
+"""The fastest of so many: over TCP, connections take two or three to come up to speed, and any may meet a busy moment."""
 _ENDED_PER_RUNNING: Final = 8
 """A path that is never idle is looked at when what still runs, and counts later, is a small part of what it moved."""
 
@@ -51,6 +52,17 @@ class Chosen(NamedTuple):
     choice: Choice
     chunks: int
     """0: it is read directly."""
+
+
+class _Pieces(NamedTuple):
+    """Bytes that lie behind each other, cut into descriptors of equal length."""
+
+    number: int
+    length_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.number * self.length_bytes
 
 
 @dataclass(slots=True)
@@ -106,7 +118,7 @@ class Chooser:
         """
         peer, staging = start.transport_session, start.staging
         if self.mode is Mode.AUTO and staging is not None:
-            self._measure(peer, start.plan.producer.buffers[0], deadline)
+            self._measure(peer, start.plan.producer.buffers[0], expected, deadline)
         chunk_bytes = 0 if staging is None else staging.slot_bytes
         choice = choose(
             self.rates(peer),
@@ -179,13 +191,13 @@ class Chooser:
     def _refine_locked(self, peer: str, change: Callable[[Measured], Measured]) -> None:
         self._paths[peer] = change(self._paths.get(peer, Measured()))
 
-    def _measure(self, peer: str, source: Buffer, deadline: Deadline) -> None:
+    def _measure(self, peer: str, source: Buffer, expected: Forecast, deadline: Deadline) -> None:
         with self._lock:
-            if peer in self._paths:
+            if peer in self._paths or not expected.descriptors:
                 return
             self._paths[peer] = Measured()  # who comes meanwhile takes the defaults
         try:
-            found = self._probe(peer, source, deadline)
+            found = self._probe(peer, source, expected.length_bytes // expected.descriptors, deadline)
         except TransferError as error:
             logger.debug("the path to %s was not measured: %s", peer, error)
             return
@@ -193,27 +205,35 @@ class Chooser:
             self._paths[peer] = Measured(found)
         logger.info("path to %s: %s", peer, found)
 
-    def _probe(self, peer: str, source: Buffer, deadline: Deadline) -> Rates:
-        small = min(_SMALL_COUNT, source.length_bytes // _SMALL_BYTES)
-        large = min(SCRATCH_BYTES, source.length_bytes)
-        self._timed(peer, source, 1, 1, deadline)  # connects
+    def _probe(self, peer: str, source: Buffer, piece_bytes: int, deadline: Deadline) -> Rates:
+        """What a descriptor of such pieces takes beyond its call, and how fast the bytes of one long descriptor pass."""
+        room = min(SCRATCH_BYTES, source.length_bytes)
+        piece = max(min(piece_bytes, SCRATCH_BYTES // _FEWEST_PIECES), 1)
+        pieces = min(_MOST_PIECES, room // piece)
+        self._timed(peer, source.address, _Pieces(1, 1), deadline)  # connects
         rates = Rates()
-        if small == _SMALL_COUNT:
-            seconds = min(self._timed(peer, source, small, _SMALL_BYTES, deadline) for _ in range(_TRIES))
-            rates = msgspec.structs.replace(rates, descriptor_s=seconds / small)
-        if large == SCRATCH_BYTES:
-            seconds = min(self._timed(peer, source, 1, large, deadline) for _ in range(_TRIES))
-            rates = msgspec.structs.replace(rates, bytes_per_s=large / seconds)
+        if pieces >= _FEWEST_PIECES:
+            call_s, seconds = (self._fastest(peer, source, _Pieces(n, piece), deadline) for n in (1, pieces))
+            each = max(seconds - call_s, seconds / 2) / (pieces - 1)  # noise may leave nothing
+            rates = msgspec.structs.replace(rates, descriptor_s=each)
+        if room == SCRATCH_BYTES:
+            seconds = self._fastest(peer, source, _Pieces(1, room), deadline)
+            rates = msgspec.structs.replace(rates, bytes_per_s=room / seconds)
         return rates
 
-    def _timed(self, peer: str, source: Buffer, count: int, length: int, deadline: Deadline) -> float:
+    def _fastest(self, peer: str, source: Buffer, pieces: _Pieces, deadline: Deadline) -> float:
+        """Of a few reads of bytes that lie behind each other, for those that were read before are in a cache."""
+        last = source.length_bytes - pieces.bytes
+        starts = (source.address + min(turn * pieces.bytes, last) for turn in range(_TRIES))
+        return min(self._timed(peer, start, pieces, deadline) for start in starts)
+
+    def _timed(self, peer: str, source: int, pieces: _Pieces, deadline: Deadline) -> float:
         """Seconds to read so many pieces, each as a descriptor of its own."""
-        steps = np.arange(count, dtype=np.int64) * length
+        steps = np.arange(pieces.number, dtype=np.int64) * pieces.length_bytes
+        lengths = np.full(pieces.number, pieces.length_bytes, np.int64)
         into = self.packer.ring.scratch + steps
         began = time.perf_counter()
-        self.engine.read(
-            peer, Descriptors(source.address + steps, into, np.full(count, length, np.int64)), deadline=deadline
-        )
+        self.engine.read(peer, Descriptors(source + steps, into, lengths), deadline=deadline)
         return max(time.perf_counter() - began, 1e-9)
 
 

@@ -28,13 +28,22 @@ _numbers = count(1)
 class Consumer:
     """Rank 0 of 2, in one mode; `close` it."""
 
-    def __init__(self, shape: Pullable, cache: Opened, mode: Mode, ring: RingSize, producer: Producer) -> None:
+    def __init__(
+        self,
+        shape: Pullable,
+        cache: Opened,
+        mode: Mode,
+        ring: RingSize,
+        producer: Producer,
+        engine: MooncakeEngine | None = None,
+    ) -> None:
+        """`engine`: to read through; without it, one that nobody else uses."""
         self._shape = shape
         self._producer = producer
         engine_id = EngineId(f"consumer-{mode}")
         config = RuntimeConfig(host=HOST, consumer=ConsumerConfig(), transfer_mode=mode, staging=ring)
         identity = Identity(engine_id, Incarnation(secrets.token_hex(8)), Rank())
-        engine = MooncakeEngine(HOST, lease_s=LEASE_S, protocol="tcp", serves=False)
+        engine = engine or MooncakeEngine(HOST, lease_s=LEASE_S, protocol="tcp", serves=False)
         self._runtime = WorkerRuntime(config, identity, cache.table, engine)
         self._runtime.start()
         self._releases = ReleaseClient(engine_id)

@@ -51,9 +51,9 @@ class Row:
     """In words; `met` is the verdict."""
     met: bool | None = None
     repeats: int = 0
-    """Measurements of which `value` is the median."""
+    """Measurements, or rounds of them, of which `value` is the median."""
     spread: float | None = None
-    """Distance of the quartiles over the median; null below three repeats."""
+    """Distance of the quartiles over the median, of rounds that of their ratios; null below three repeats."""
     note: str = ""
     """What the figures do not say, such as why there are none."""
 
@@ -78,9 +78,33 @@ class Row:
         )
         return dataclasses.replace(filled, met=met(filled)) if met else filled
 
+    def measured_in_rounds(
+        self, rounds: Sequence[Round], *, met: Callable[[Row], bool | None] | None = None, note: str = ""
+    ) -> Row:
+        """This row with the figures of the round whose ratio is the median; of an even number, the lower one.
+
+        For what varies from round to round far more than within one: who is slow in a slow round is not slower.
+        """
+        ratios = Sample.of(one.ratio for one in rounds)
+        middle = sorted(rounds, key=lambda one: one.ratio)[(len(rounds) - 1) // 2]
+        filled = self.measured(Sample.of([middle.value]), Sample.of([middle.baseline]), note=note)
+        filled = dataclasses.replace(filled, repeats=ratios.repeats, spread=rounded(ratios.spread))
+        return dataclasses.replace(filled, met=met(filled)) if met else filled
+
     def unmeasured(self, why: str) -> Row:
         """This row without figures."""
         return dataclasses.replace(self, value=None, ratio=None, met=None, note=why)
+
+
+class Round(NamedTuple):
+    """What was measured of two things in one round, each the median of its repeats; none is 0."""
+
+    value: float
+    baseline: float
+
+    @property
+    def ratio(self) -> float:
+        return self.value / self.baseline
 
 
 class Sample(NamedTuple):

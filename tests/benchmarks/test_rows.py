@@ -10,7 +10,7 @@ import pytest
 
 from tests.benchmarks import __main__ as bench
 from tests.benchmarks import payload
-from tests.benchmarks.rows import Report, Row, Sample, interleaved
+from tests.benchmarks.rows import Report, Round, Row, Sample, interleaved
 
 PLAN = Row(name="speed", sizes={"n": 1}, unit="ms", baseline="theirs", target="ratio <= 0.5")
 KEYS = {"name", "sizes", "value", "unit", "baseline", "baseline_value", "ratio", "target", "met", "repeats", "spread"}
@@ -25,6 +25,15 @@ def test_a_measured_row_is_the_median_beside_the_baseline() -> None:
 def test_without_a_baseline_there_is_no_ratio() -> None:
     assert PLAN.measured(Sample.of([1.0])).ratio is None
     assert PLAN.measured(Sample.of([0.0]), Sample.of([0.0])).ratio is None
+
+
+def test_of_rounds_the_one_with_the_median_ratio_is_told() -> None:
+    rounds = [Round(10.0, 10.0), Round(900.0, 1000.0), Round(1.0, 0.5)]
+    row = PLAN.measured_in_rounds(rounds, met=lambda filled: filled.ratio == 1.0, note="of 3")
+    assert (row.value, row.baseline_value, row.ratio, row.met) == (10.0, 10.0, 1.0, True)
+    assert (row.repeats, row.note) == (3, "of 3")
+    assert row.spread == pytest.approx((1.5 - 0.95) / 1.0)
+    assert PLAN.measured_in_rounds(rounds[1:]).ratio == 0.9
 
 
 def test_runs_take_turns() -> None:

@@ -15,6 +15,7 @@ from tests.benchmarks import counts, staged
 from tests.benchmarks.caches import CROWD, LOGICAL, SHAPES, TOKEN_MAJOR, Cache, Expected, Shape, block_ids, shape
 from tests.benchmarks.residence import Residence
 from tests.benchmarks.rows import Report
+from tests.benchmarks.shared import SharedEngine
 from tests.tables import DST, SRC
 
 PIECES = {"256_b": 256, "4_kib": 4096, "16_kib": 16384, "32_kib": 32768, "64_kib": 65536, "1_6_mb": 1_638_400}
@@ -67,6 +68,37 @@ def _pull(made: Shape, source: Cache, cache: Cache) -> None:
 def test_every_shape_has_its_rows_and_targets() -> None:
     assert len({row.name for row in staged.rows()}) == 3 * len(SHAPES)
     assert [row.target for row in staged.rows_of(SHAPES["4_kib"])] == ["ratio >= 0.75", "ratio >= 0.95", "ratio >= 6.0"]
+
+
+def test_modes_are_compared_within_rounds() -> None:
+    """Staged has the higher median over all rounds, and is slower in two of three."""
+    speeds = [(100.0, 90.0, 95.0), (1000.0, 990.0, 980.0), (200.0, 999.0, 400.0)]
+    found = staged.Found([dict(zip(("direct", "staged", "auto"), speed, strict=True)) for speed in speeds])
+    assert found.median("staged") > found.median("direct")
+    assert found.better_mode == "direct"
+    assert [pair.ratio for pair in found.beside("auto", found.better_mode)] == [0.95, 0.98, 2.0]
+
+
+def test_buffers_that_several_share_are_registered_once() -> None:
+    foreign = FakeForeign()
+    shared = SharedEngine(foreign)  # type: ignore[arg-type]
+    assert [shared.register_memory(start, 64) for start in (1, 1, 2)] == [0, 0, 0]
+    assert shared.register_memory(1, 65) != 0, "another buffer at the same address is an error"
+    assert shared.unregister_memory(1) == 0
+    assert foreign.registered == [1, 2]
+
+
+class FakeForeign:
+    """Refuses overlaps at one address, as Mooncake does."""
+
+    def __init__(self) -> None:
+        self.registered: list[int] = []
+
+    def register_memory(self, buffer_addr: int, _capacity: int) -> int:
+        if buffer_addr in self.registered:
+            return -7
+        self.registered.append(buffer_addr)
+        return 0
 
 
 def test_descriptors_are_counted(tmp_path: Path) -> None:

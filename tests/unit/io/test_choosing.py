@@ -39,10 +39,11 @@ TOKENS = 512
 
 
 class PacedEngine:
-    """An engine that takes `descriptor_s` a descriptor and moves nothing."""
+    """An engine that takes `descriptor_s` a descriptor and `call_s` a call, and moves nothing."""
 
-    def __init__(self, descriptor_s: float = 0.0) -> None:
+    def __init__(self, descriptor_s: float = 0.0, call_s: float = 0.0) -> None:
         self.descriptor_s = descriptor_s
+        self.call_s = call_s
         self.reads: list[Descriptors] = []
         self.broken = False
 
@@ -51,7 +52,7 @@ class PacedEngine:
         if self.broken:
             raise TransferError("broken")
         self.reads.append(descriptors)
-        time.sleep(self.descriptor_s * descriptors.count)
+        time.sleep(self.call_s + self.descriptor_s * descriptors.count)
         return ReadTally(descriptors.bytes, descriptors.count, 1)
 
 
@@ -83,8 +84,8 @@ class Bench:
             staging=staging,
         )
 
-    def choose(self, descriptors: int, **start: Any) -> Chosen:
-        return self.chooser.choose(self.start(**start), Forecast(descriptors, descriptors * 4096), Deadline(1.0))
+    def choose(self, descriptors: int, piece_bytes: int = 4096, **start: Any) -> Chosen:
+        return self.chooser.choose(self.start(**start), Forecast(descriptors, descriptors * piece_bytes), Deadline(1.0))
 
 
 def test_many_small_pieces_are_staged_and_a_few_are_not() -> None:
@@ -129,6 +130,40 @@ def test_a_path_is_measured_once_into_the_scratch_space() -> None:
     measured = len(bench.engine.reads)
     bench.choose(4)
     assert len(bench.engine.reads) == measured
+
+
+@pytest.mark.parametrize(
+    "piece_bytes, count, length",
+    [
+        (256, 64, 256),
+        (1 << 15, 32, 1 << 15),  # what fits into the scratch space
+        (1 << 20, 4, 1 << 18),  # a fourth of it at most
+    ],
+)
+def test_a_path_is_measured_in_pieces_as_long_as_those_of_its_first_pull(
+    piece_bytes: int, count: int, length: int
+) -> None:
+    bench = Bench()
+    bench.choose(100, piece_bytes)
+    shapes = {(read.count, int(read.length[0])) for read in bench.engine.reads}
+    assert shapes == {(1, 1), (1, length), (count, length), (1, SCRATCH_BYTES)}
+    large = [int(read.src[0]) for read in bench.engine.reads if read.length[0] == SCRATCH_BYTES]
+    assert len(large) > 3
+    assert len(set(large)) > 1, "what was just read is in a cache"
+
+
+def test_what_every_call_takes_is_not_the_descriptors() -> None:
+    bench = Bench(engine=PacedEngine(100e-6, call_s=5e-3))
+    bench.choose(4)
+    assert 90e-6 <= bench.chooser.rates(PEER).descriptor_s < 150e-6
+
+
+def test_a_pull_of_nothing_measures_nothing() -> None:
+    bench = Bench()
+    assert bench.choose(0).choice.mode is Mode.DIRECT
+    assert bench.engine.reads == []
+    bench.choose(4)
+    assert bench.engine.reads, "the path is still unknown"
 
 
 def test_a_path_that_cannot_be_measured_has_the_default_rates() -> None:
