@@ -139,7 +139,11 @@ def make_transfer(kept: Kept, groups: tuple[Group, ...]) -> Transfer:
 def unreadable(
     transfer: Transfer, ranges: tuple[TokenRange, ...], groups: tuple[Group, ...], null_block: int | None
 ) -> GoneReason | None:
-    """Why these ranges cannot be read from the kept blocks; None: they can."""
+    """Why these ranges cannot be read from the kept blocks; None: they can.
+
+    Of a state group only the state after the last computed token can: an earlier slot may hold one from the middle of
+    its block (vLLM: `is_mamba_prefill_checkpoint_valid`).
+    """
     for tokens, blocks, group in zip(ranges, transfer.blocks, groups, strict=True):
         if tokens.end <= tokens.start:
             continue
@@ -148,7 +152,7 @@ def unreadable(
         last = -(-tokens.end // group.block_size)
         if last > len(blocks):
             return GoneReason.BEYOND_COMPUTED
-        if group.is_state and tokens.end != transfer.computed_tokens and tokens.end % group.block_size:
+        if group.is_state and tokens.end != transfer.computed_tokens:
             return GoneReason.OTHER_STATE
         first = last - 1 if group.is_state else tokens.start // group.block_size
         if null_block is not None and bool(np.any(blocks[first:last] == null_block)):
