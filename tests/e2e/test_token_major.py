@@ -16,7 +16,7 @@ import pytest
 from deployment import CPU_ARGUMENTS, EngineConfig
 from serve_1p1d import BUILD
 from tiny_model import TinyModel, ensure_tiny_model
-from transfers import Transfer, counted
+from transfers import counted
 
 from mooncake_hetero_tp.vllm_adapter.layout_fallback import SWITCH
 from tests.e2e.pair import ANSWER_TOKENS, Pair, ask, ask_alone, new_prompt, running_pair
@@ -51,6 +51,8 @@ class Variant:
 
     sides: tuple[Side, Side]
     mode: str
+    descriptors: tuple[int, ...]
+    """Of a pull of `PULLED_TOKENS`, all ranks together: one of these, which `auto` chooses."""
     kv_heads: int = 4
     """Four: two heads a page at TP2 too, so that their order shows on either side."""
 
@@ -60,13 +62,20 @@ KEPT = Side(layout="BLHNC")
 NOT_KEPT = Side(layout="BLNHC", environment={SWITCH: "0"})
 FORCED = Side(layout="BLNHC", environment={"VLLM_KV_CACHE_LAYOUT": "BLNHC"})
 NO_CHOICE = Side(layout="LBNHC", environment={LAYOUTS_SETTING: "LBNHC"}, block_size=64)
+PULLED_TOKENS = 128
+BLOCKS, LAYERS = PULLED_TOKENS // 32, TinyModel().layers
+STAGED = 2
+"""The TP1 rank and either TP2 rank exchange one packed piece."""
+BY_TOKEN_AND_HEAD = 4 * PULLED_TOKENS * LAYERS
 VARIANTS = {
-    "head-major is kept": Variant(sides=(KEPT, KEPT), mode="auto", kv_heads=2),
-    "token-major, direct": Variant(sides=(FORCED, FORCED), mode="direct", kv_heads=2),
-    "token-major, staged": Variant(sides=(FORCED, FORCED), mode="staged"),
-    "token-major at TP1": Variant(sides=(NOT_KEPT, KEPT), mode="direct"),
-    "token-major at TP2": Variant(sides=(KEPT, NOT_KEPT), mode="auto"),
-    "nothing else at TP1": Variant(sides=(NO_CHOICE, KEPT), mode="staged"),
+    "head-major is kept": Variant(sides=(KEPT, KEPT), kv_heads=2, mode="direct", descriptors=(2 * BLOCKS * LAYERS,)),
+    "token-major, direct": Variant(
+        sides=(FORCED, FORCED), kv_heads=2, mode="direct", descriptors=(2 * PULLED_TOKENS * LAYERS,)
+    ),
+    "token-major, staged": Variant(sides=(FORCED, FORCED), mode="staged", descriptors=(STAGED,)),
+    "token-major at TP1": Variant(sides=(NOT_KEPT, KEPT), mode="direct", descriptors=(BY_TOKEN_AND_HEAD,)),
+    "token-major at TP2": Variant(sides=(KEPT, NOT_KEPT), mode="auto", descriptors=(STAGED, BY_TOKEN_AND_HEAD)),
+    "nothing else at TP1": Variant(sides=(NO_CHOICE, KEPT), mode="staged", descriptors=(STAGED,)),
 }
 
 
@@ -148,9 +157,15 @@ def test_answers_are_those_of_the_decode_engine_alone(running: Running, source: 
     assert [answer.error for answer in answers if answer.error] == []
     assert [answer.tokens for answer in answers] == [ask_alone(consumer, prompt).tokens for prompt in prompts]
     tokens = sum(len(prompt) - 1 for prompt in prompts)
-    assert eventually(lambda: pulled(consumer, before).bytes == tokens * running.sizes.kv_bytes_per_token)
+    assert eventually(lambda: (counted(consumer.url) - before).bytes == tokens * running.sizes.kv_bytes_per_token)
     assert pair.leftovers() == []
 
 
-def pulled(engine: EngineConfig, before: Transfer) -> Transfer:
-    return counted(engine.url) - before
+@BOTH_WAYS
+def test_a_pull_has_the_pieces_that_the_layouts_make(running: Running, source: int, target: int) -> None:
+    """Directly a head's page where both sides are head-major, else as much of a token's row as lies together on both."""
+    producer, consumer = running.pair.engines[source], running.pair.engines[target]
+    before, pulled_bytes = counted(consumer.url), PULLED_TOKENS * running.sizes.kv_bytes_per_token
+    assert ask(running.pair.router(producer, consumer), new_prompt(PULLED_TOKENS + 1)).error is None
+    assert eventually(lambda: (counted(consumer.url) - before).bytes == pulled_bytes)
+    assert (counted(consumer.url) - before).descriptors in running.variant.descriptors
