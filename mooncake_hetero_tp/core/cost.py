@@ -140,9 +140,12 @@ WEIGHT: Final = 0.25
 """Share of the latest observation: a changed path is believed after about eight of them."""
 LARGEST_JUMP: Final = 4.0
 """One observation, however odd (a stall, a clock step), counts as at most so much faster or slower than believed."""
+FADING: Final = 1 / 64
+"""Share of the way back to the built-in rates that what is known of staging goes with each pull that is not staged."""
 FEWEST_DESCRIPTORS: Final = 16
 FEWEST_BYTES: Final = 1 << 20
 """Smaller transfers tell of thread switches, not of the path."""
+_OF_STAGING: Final = ("gather_bytes_per_s", "scatter_bytes_per_s", "round_trip_s", "chunk_s")
 _SECONDS: Final = (1e-8, 1.0)
 _BYTES_PER_S: Final = (1e6, 1e13)
 
@@ -185,6 +188,15 @@ class Measured(msgspec.Struct, frozen=True):
         """After one request for a chunk was answered; `seconds` without gathering and without waiting for a slot."""
         return self._takes("round_trip_s", 1, seconds)
 
+    def not_staged(self) -> Measured:
+        """After one pull that was read directly because that seemed faster: what is known of staging ages.
+
+        Nothing else would ever correct it, and a busy minute would keep pulls from being staged for good.
+        """
+        built_in = Rates()
+        aged = {name: _between(getattr(self.rates, name), getattr(built_in, name)) for name in _OF_STAGING}
+        return Measured(msgspec.structs.replace(self.rates, **aged))
+
     def _takes(self, name: str, count: int, seconds: float, fewest: int = 1) -> Measured:
         if count < fewest or seconds <= 0:
             return self
@@ -200,3 +212,8 @@ class Measured(msgspec.Struct, frozen=True):
         change = min(max(seen / believed, 1 / LARGEST_JUMP), LARGEST_JUMP)
         value = min(max(believed * change**WEIGHT, bounds[0]), bounds[1])
         return Measured(msgspec.structs.replace(self.rates, **{name: value}))
+
+
+def _between(believed: float, built_in: float) -> float:
+    faded: float = believed * (built_in / believed) ** FADING
+    return faded

@@ -129,7 +129,10 @@ class Chooser:
             slots=0 if staging is None else staging.slots,
             obstacle=_obstacle(start),
         )
-        if choice.mode is not Mode.STAGED or not expected.length_bytes:
+        if not expected.length_bytes:
+            return Chosen(choice, 0)
+        if choice.mode is not Mode.STAGED:
+            self._not_staged(peer, choice)
             return Chosen(choice, 0)
         pull = StagedPull(start.plan, start.ranges, chunk_bytes, start.consumer_blocks)
         chunks = self.packer.prepare_unpack(pull_key(start), pull)
@@ -138,6 +141,11 @@ class Chooser:
             while len(self._asked) > _REMEMBERED:  # pulls that ended before their first chunk came
                 self._asked.popitem(last=False)
         return Chosen(choice, chunks)
+
+    def _not_staged(self, peer: str, choice: Choice) -> None:
+        if self.mode is Mode.AUTO and choice.staged_s is not None:
+            with self._lock:
+                self._refine_locked(peer, Measured.not_staged)
 
     def answered(self, chunk: StartChunk) -> None:
         """A chunk is about to be read: the first of a pull tells how long asking takes, waiting for slots included."""

@@ -45,9 +45,9 @@ from tests.tables import Dense
 
 RING = RingSize(16 * MIB, 4)
 """The default settings, on both sides."""
-ROUNDS = 7
+ROUNDS = 5
 """Odd: one of them is the median."""
-REPEATS = 4
+REPEATS = 8
 """In each round."""
 QUICK_ROUNDS = 1
 QUICK_REPEATS = 3

@@ -163,5 +163,42 @@ def test_staged_reads_that_beat_the_bulk_rate_teach_it() -> None:
     assert known.rates.chunk_s == before.chunk_s
 
 
+def _disappointed() -> Measured:
+    """A path on which staging was slow for a while."""
+    known = Measured()
+    for _ in range(20):
+        known = known.staged(4, 64 * MIB, 2.0).answered(0.5)
+    return known
+
+
+def _mode(known: Measured) -> Mode:
+    return choose(known.rates, Mode.AUTO, descriptors=4_096, length_bytes=64 * MIB, chunks=8).mode
+
+
+def test_a_path_on_which_staging_was_slow_once_is_staged_over_again() -> None:
+    known = _disappointed()
+    assert _mode(known) is Mode.DIRECT
+    pulls = 0
+    while _mode(known) is Mode.DIRECT:
+        known = known.not_staged()
+        pulls += 1
+        assert pulls < 1_000, "never again"
+    assert pulls > 50, "not to be tried again and again while it is slow"
+
+
+def test_what_is_known_of_staging_ages_and_what_is_known_of_direct_reads_does_not() -> None:
+    known = _disappointed().gathered(MIB, 1.0).scattered(MIB, 1.0).read(1_000, 4_096_000, 1.0).read(2, 64 * MIB, 1.0)
+    aged = known.not_staged().rates
+    assert (aged.descriptor_s, aged.bytes_per_s) == (known.rates.descriptor_s, known.rates.bytes_per_s)
+    assert known.rates.chunk_s > aged.chunk_s > 0.8 * known.rates.chunk_s
+    assert known.rates.round_trip_s > aged.round_trip_s > 0.8 * known.rates.round_trip_s
+    assert known.rates.gather_bytes_per_s < aged.gather_bytes_per_s < 1.1 * known.rates.gather_bytes_per_s
+    assert known.rates.scatter_bytes_per_s < aged.scatter_bytes_per_s < 1.1 * known.rates.scatter_bytes_per_s
+
+
+def test_built_in_rates_do_not_age() -> None:
+    assert Measured().not_staged() == Measured()
+
+
 def test_a_short_chunk_teaches_nothing() -> None:
     assert Measured().staged(1, 1000, 1.0) == Measured()

@@ -44,6 +44,8 @@ class PacedEngine:
     def __init__(self, descriptor_s: float = 0.0, call_s: float = 0.0) -> None:
         self.descriptor_s = descriptor_s
         self.call_s = call_s
+        self.hiccup_s = 0.0
+        """What every third call takes more."""
         self.reads: list[Descriptors] = []
         self.broken = False
 
@@ -52,7 +54,8 @@ class PacedEngine:
         if self.broken:
             raise TransferError("broken")
         self.reads.append(descriptors)
-        time.sleep(self.call_s + self.descriptor_s * descriptors.count)
+        hiccup_s = 0.0 if len(self.reads) % 3 else self.hiccup_s
+        time.sleep(self.call_s + self.descriptor_s * descriptors.count + hiccup_s)
         return ReadTally(descriptors.bytes, descriptors.count, 1)
 
 
@@ -158,6 +161,14 @@ def test_what_every_call_takes_is_not_the_descriptors() -> None:
     assert 90e-6 <= bench.chooser.rates(PEER).descriptor_s < 150e-6
 
 
+def test_a_busy_moment_is_not_the_path() -> None:
+    bench = Bench(engine=PacedEngine(10e-6))
+    bench.engine.hiccup_s = 0.02
+    bench.choose(4)
+    assert bench.chooser.rates(PEER).descriptor_s < 50e-6
+    assert SCRATCH_BYTES / bench.chooser.rates(PEER).bytes_per_s < 0.01
+
+
 def test_a_pull_of_nothing_measures_nothing() -> None:
     bench = Bench()
     assert bench.choose(0).choice.mode is Mode.DIRECT
@@ -171,6 +182,26 @@ def test_a_path_that_cannot_be_measured_has_the_default_rates() -> None:
     bench.engine.broken = True
     bench.choose(4)
     assert bench.chooser.rates(PEER) == Rates()
+
+
+def test_pulls_that_are_not_staged_let_what_is_known_of_staging_age() -> None:
+    bench = Bench()
+    bench.choose(2)
+    for _ in range(20):
+        bench.chooser.unpacked(chunk_of(bench), scatter_s=1.0)
+    slow = bench.chooser.rates(PEER).scatter_bytes_per_s
+    bench.choose(4096, staging=None)
+    assert bench.chooser.rates(PEER).scatter_bytes_per_s == slow, "it could not be staged"
+    assert bench.choose(2).choice.mode is Mode.DIRECT
+    assert bench.chooser.rates(PEER).scatter_bytes_per_s > slow
+
+
+def test_what_is_set_to_be_direct_lets_nothing_age() -> None:
+    bench = Bench(Mode.DIRECT)
+    bench.chooser.unpacked(chunk_of(bench), scatter_s=1.0)
+    slow = bench.chooser.rates(PEER).scatter_bytes_per_s
+    bench.choose(2)
+    assert bench.chooser.rates(PEER).scatter_bytes_per_s == slow
 
 
 def test_overlapping_reads_count_together() -> None:
